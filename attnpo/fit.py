@@ -30,12 +30,12 @@ def main(cfg: "FitConfig") -> int:
     """Trains a run or a study; returns 0, or 1 if a sweep point, a world or an analysis of the study failed.
 
     Raises:
-        Interrupted: a signal ended training; progress was saved.
+        RunInterrupted: a signal ended training; progress was saved.
         UserError: another job uses the folder, or the config or its inputs are invalid.
     """
     from attnpo.lab.studies.config import require_one_process
     from attnpo.run.folders import make_folder, run_folder
-    from attnpo.run.messages import announce
+    from attnpo.run.messages import log_opening_lines
     from attnpo.system.locks import folder_lock
 
     require_one_process(cfg.study, cfg.composed.arguments())
@@ -53,9 +53,9 @@ def main(cfg: "FitConfig") -> int:
             held.enter_context(folder_lock(folder, cfg.lock_timeout, leading=is_main_process()))
             if plan is None and cfg.resume is None:
                 _check_folder_is_unused(folder)
-            announce("fit", cfg, folder, budget)
+            log_opening_lines("fit", cfg, folder, budget)
         else:
-            announce("fit", cfg, folder, budget)
+            log_opening_lines("fit", cfg, folder, budget)
             if is_main_process():
                 make_folder(folder)
             held.enter_context(folder_lock(folder, cfg.lock_timeout, leading=is_main_process()))
@@ -71,20 +71,20 @@ def _check_before_start(trainer: "TrainerSettings", logger: "LoggerSettings") ->
     Raises:
         UserError: the processes or the tracker are not available.
     """
-    from attnpo.training.processes import as_launched
+    from attnpo.training.processes import apply_launcher
 
-    as_launched(trainer)
+    apply_launcher(trainer)
     if logger.wandb is not None:
-        from attnpo.training.settings import check_tracker
+        from attnpo.training.settings import check_wandb
 
-        check_tracker(logger)
+        check_wandb(logger)
 
 
 def _check_folder_is_unused(folder: "Path") -> None:
     with import_phase("loading transformers"):
-        from attnpo.run.resume import check_folder, refuse_taken
+        from attnpo.run.resume import check_folder, refuse_existing_run
 
-    refuse_taken(folder)
+    refuse_existing_run(folder)
     check_folder(folder, None)
 
 
@@ -97,33 +97,35 @@ def _destroy_process_group() -> None:
 
 
 def _execute(cfg: "FitConfig", folder: "Path", plan: "StudyPlan | None") -> int:
-    from attnpo.run.messages import again, ending
-    from attnpo.training.interrupted import Interrupted
+    from attnpo.run.messages import closing_lines, resume_arguments
+    from attnpo.training.interrupted import RunInterrupted
 
     if plan is None:
         with import_phase("loading transformers"):
-            from attnpo.run.resume import refuse_taken
+            from attnpo.run.resume import refuse_existing_run
             from attnpo.run.run import run
-            from attnpo.training.checkpoint_folders import newest
+            from attnpo.training.checkpoint_folders import latest_checkpoint
 
         if cfg.resume is None:
-            refuse_taken(folder)
+            refuse_existing_run(folder)
         name = folder.relative_to(cfg.output).as_posix()
         try:
             result = run(cfg, folder)
-        except Interrupted as stop:
+        except RunInterrupted as stop:
             if stop.saved is not None and world_size() == 1:
-                stop.advice = f"continue with {command_text('fit', *again(cfg.composed, name))}"
+                stop.advice = f"continue with {command_text('fit', *resume_arguments(cfg.composed, name))}"
             raise
         except OSError as problem:  # such as a full disk
-            if (saved := newest(folder)) is not None:
-                more = command_text("fit", *again(cfg.composed, name)) if world_size() == 1 else "resume=auto"
+            if (saved := latest_checkpoint(folder)) is not None:
+                more = (
+                    command_text("fit", *resume_arguments(cfg.composed, name)) if world_size() == 1 else "resume=auto"
+                )
                 problem.add_note(
                     f"the last saved step is {saved[0]}, in {saved[1]}: free space, then continue with {more}"
                 )
             raise
         if result is not None:
-            for line in ending(cfg.composed, cfg.seed, folder, result):
+            for line in closing_lines(cfg.composed, cfg.seed, folder, result):
                 log.info("%s", line)
         return 0
     from attnpo.config.compose import to_yaml
@@ -138,7 +140,7 @@ def _execute(cfg: "FitConfig", folder: "Path", plan: "StudyPlan | None") -> int:
         outcome = run_study(cfg, folder, print_interim_table, plan)
     except KeyboardInterrupt as stop:  # raised by a sweep point in this process, or by this process itself
         advice = f"finished runs are kept; continue with {command_text('fit', *cfg.composed.arguments())}"
-        if isinstance(stop, Interrupted):
+        if isinstance(stop, RunInterrupted):
             stop.advice = advice
         else:
             log.info("%s", advice)

@@ -25,9 +25,9 @@ torchrun --nproc-per-node 2 -m attnpo.weigh setting=llama3_8b_base_sft hardware=
 
 def main(cfg: "WeighConfig") -> int:
     """Returns 0; what was found and what was computed is logged."""
-    from attnpo.run.messages import announce
+    from attnpo.run.messages import log_opening_lines
 
-    announce("weigh", cfg, None)
+    log_opening_lines("weigh", cfg, None)
     with import_phase("loading transformers"):
         from attnpo.data.prepared_rows import prune_rows
         from attnpo.run.folders import store_root
@@ -50,10 +50,10 @@ def fill_store(cfg: "RunConfig") -> None:
     from attnpo.data.prepare import prepare_examples
     from attnpo.data.prepared import read_pairs
     from attnpo.models.scored import ScoredLM
-    from attnpo.run.input_summary import log_arrivals, log_captured
-    from attnpo.run.inputs import encode
-    from attnpo.run.memory import log_judge, require_device
-    from attnpo.run.models import fill_reference, load_start, reference_table
+    from attnpo.run.input_summary import log_coverage_by_layer, log_weighing
+    from attnpo.run.inputs import encode_splits
+    from attnpo.run.memory import log_judge_memory, require_device
+    from attnpo.run.models import fill_reference_table, load_base_model, reference_table
     from attnpo.run.resolve import resolve
     from attnpo.system.processes import rank_and_world_size
     from attnpo.weights.sources.uniform import Uniform
@@ -61,25 +61,25 @@ def fill_store(cfg: "RunConfig") -> None:
     cfg, base, readers, _ = resolve(cfg)
     require_device(cfg.trainer.accelerator)
     if "judge" in cfg.weights.requires:
-        log_judge(readers.make_judge(), base.device)
-    encoded = encode(read_pairs(cfg.data, cfg.weights, base.store), base, cfg.lengths).encoded
+        log_judge_memory(readers.make_judge(), base.device)
+    encoded = encode_splits(read_pairs(cfg.data, cfg.weights, base.store), base, cfg.lengths).encoded
     for split, found in encoded.items():
         for line in found.tally.format_lines():
             log.warning("%s: %s", split, line)
     shard = rank_and_world_size()
     if cfg.weights.requires:
-        source, _ = cfg.auto_layer.settle(cfg.weights, readers, encoded["train"])
+        source, _ = cfg.auto_layer.resolve_layer(cfg.weights, readers, encoded["train"])
         weighed = readers.weigh(source, encoded, shard=shard)
-        log_captured(weighed)
-        log_arrivals(readers, weighed, encoded["train"], cfg.align)
+        log_weighing(weighed)
+        log_coverage_by_layer(readers, weighed, encoded["train"], cfg.align)
     else:
         log.info("%s needs no judge: no weights to store", type(cfg.weights).__name__)
     if cfg.reference != "cached":
         return
     # Reference log-probs depend on training ids alone: any weights give the same ones.
     sets = {split: prepare_examples(found, Uniform(), {}, cfg.align) for split, found in encoded.items()}
-    table, model = reference_table(base, cfg.lengths), ScoredLM(load_start(base), chunk=base.spec.chunk)
-    fill_reference(base, table, sets, model, cfg.layout, readers.command, shard)
+    table, model = reference_table(base, cfg.lengths), ScoredLM(load_base_model(base), chunk=base.spec.chunk)
+    fill_reference_table(base, table, sets, model, cfg.layout, readers.command, shard)
 
 
 if __name__ == "__main__":

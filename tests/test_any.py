@@ -30,7 +30,7 @@ REASONS = {
     },
     **{
         f"run/show.py::{name}": "what torch reads of a saved step, checked there"
-        for name in ("_contents", "_saved_pairs")
+        for name in ("_load_saved_step", "_saved_pairs")
     },
     "display/look.py::line_colours": "keywords of matplotlib, passed on",
     "display/weighed_pair.py::rows": "columns of a frame, each of its own kind",
@@ -40,9 +40,9 @@ REASONS = {
     "models/logps.py::forward": "torch gives the autograd context no public type",
     "models/logps.py::backward": "torch gives the autograd context no public type",
     "run/input_summary.py::example_statistics": ACCOUNT,
-    "run/input_summary.py::split_lines": ACCOUNT,
+    "run/input_summary.py::describe_split": ACCOUNT,
     "run/result.py::from_json": "JSON as it was read, taken apart and checked here",
-    **{f"run/report.py::{name}": CARD for name in ("card_facts", "_place")},
+    **{f"run/report.py::{name}": CARD for name in ("card_facts", "_describe_source")},
     **{
         f"run/components.py::{name}": "a setting's own scorer: what it takes and gives is its own"
         for name in ("score", "base_answers")
@@ -50,9 +50,9 @@ REASONS = {
     **{
         f"{file}.py::{name}": "a part of the lab, which knows the run's types; the run, below it, does not"
         for file in ("lab/measures", "run/components")
-        for name in ("settle", "measure")
+        for name in ("resolve_layer", "measure")
     },
-    "lab/studies/runner.py::record": "a testbed's digest of its world, whatever its form",
+    "lab/studies/runner.py::study_record": "a testbed's digest of its world, whatever its form",
     "text/chat.py::_apply_template": TURNS,
     **{f"text/template.py::{name}": TURNS for name in ("check", "get_tools", "to_template_turns")},
     "training/loggers.py::experiment": "a class of wandb, which is imported inside functions only",

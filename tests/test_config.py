@@ -794,7 +794,10 @@ def test_a_wrong_option_of_any_group_names_the_nearest(group: str) -> None:
         (["name=[1]"], "name: expected str, got [1] (list)"),
         (["grid.lr=[a]"], "grid.lr.0: expected float, got 'a' (str)"),
         (["seed=${nowhere}"], "seed: Interpolation key 'nowhere' not found"),
-        (["experiment=none", "objective=dpo"], "objective DPO reads no token weights, so those of Attention would be"),
+        (
+            ["experiment=none", "objective=dpo"],
+            "objective DPO uses no token weights, so computing those of Attention would be",
+        ),
     ],
 )
 def test_what_is_wrong_in_the_whole_is_one_line(overrides: list[str], message: str) -> None:
@@ -808,7 +811,7 @@ IDLE = [
     (
         ["weights=uniform", "experiment=none", "align.method=characters"],
         "align.method",
-        "on the training tokens already",
+        "computed on the training tokens",
     ),
     (["grid.lr=[1.0e-3]"], "grid.lr", "study quickstart does not use it"),
     (["experiment=none", "seeds=3"], "seeds", "there is no study"),
@@ -949,7 +952,7 @@ def test_a_name_is_a_folder_below_output(name: str) -> None:
     ("override", "message"),
     [
         ("reference=chached", "reference=chached: expected one of live, cached, first_epoch, adapter_off"),
-        ("reference=adapter_off", "reference=adapter_off needs a fresh adapter"),
+        ("reference=adapter_off", "reference=adapter_off needs a new adapter"),
         ("optimizer=adamw8bit", r"needs the package torchao, which is not installed: pip install 'attnpo\[opt8bit\]'"),
     ],
 )

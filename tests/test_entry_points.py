@@ -233,8 +233,8 @@ def test_a_run_logs_lines_of_ours_each_once(world: World, tmp_path: Path) -> Non
         "row 0, pair",
         "training 20064 parameters for 3 optimiser steps",
         "step 3/3",
-        "came out: validation loss",
-        "next, each as it can be pasted:",
+        "result: validation loss",
+        "next steps:",
     ]
     places = [next((i for i, line in enumerate(lines) if line[9:].startswith(mark)), -1) for mark in marks]
     assert -1 not in places and places == sorted(places)

@@ -12,7 +12,7 @@ from attnpo.config.compose import CONFIG_DIR, list_groups, load
 from attnpo.lab.studies.arms import arm_identity, make_composer
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import ONLY, Arm, Study, expand_arms, settings_digest, settings_record
-from attnpo.run.identity import identity_of
+from attnpo.run.identity import make_identity
 from attnpo.schema import UserError
 
 EXPERIMENTS = [name for name in list_groups()["experiment"] if name not in ("none", "quickstart")]
@@ -311,7 +311,7 @@ def test_predictions_stand_for_the_settings_they_were_fixed_for(experiment: str)
         for arm in arms
     }
     arms = {
-        f"{world}: {name}" if world else name: arm_identity(identity_of(config).result)
+        f"{world}: {name}" if world else name: arm_identity(make_identity(config).result)
         for (world, name), config in made.items()
     }
     digests = {world: config.prepare.grammar.digest() for (world, _), config in made.items()}

@@ -14,7 +14,7 @@ from attnpo.lab.studies.arms import parse_yaml_value
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import Study
 from attnpo.run import combinations as settings
-from attnpo.run.identity import flatten, identity_of
+from attnpo.run.identity import flatten, make_identity
 
 FOLDER = Path(__file__).resolve().parents[1] / "experiments" / "sweeps"
 SWEEPS = sorted(FOLDER.glob("*.yaml"))
@@ -130,7 +130,7 @@ def test_a_methods_row_is_one_run_of_its_search(name: str) -> None:
     assert len(found) == 1
     machine = ("setting=", "hardware=", "optimizer=adamw8bit")  # what lets it run somewhere
     words = [word for word in found[0] if word != ACCOUNT and not word.startswith(machine)]
-    assert identity_of(load("fit", [f"setting={LLAMAS[0]}", *words])).numbers == identity_of(row).numbers
+    assert make_identity(load("fit", [f"setting={LLAMAS[0]}", *words])).numbers == make_identity(row).numbers
 
 
 def _set(cfg: FitConfig, word: str) -> bool:

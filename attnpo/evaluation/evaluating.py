@@ -29,7 +29,7 @@ from attnpo.evaluation.session import CostEstimate, GradingLimits, ask_all, esti
 from attnpo.evaluation.spreads import grading_spread, make_regrader, score_of
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
-from attnpo.run.identity import by_class
+from attnpo.run.identity import flatten_with_classes
 from attnpo.schema import UserError, digest
 from attnpo.system.credentials import identify
 from attnpo.system.files import find_differences, write_atomically
@@ -118,7 +118,7 @@ def _same(before: EvaluationResult | None, key: Mapping[str, object], folder: Pa
     """Returns whether a folder's result stands; a key that differs is named, and the result is made anew."""
     if before is None:
         return False
-    for name, was, now in find_differences(by_class(identify(before.key)), by_class(key)):
+    for name, was, now in find_differences(flatten_with_classes(identify(before.key)), flatten_with_classes(key)):
         log.warning("%s stands on %s %s, this command has %s: it is made anew", folder / RESULT, name, was, now)
         return False
     log.info("%s is finished: its result stands", folder)

@@ -34,8 +34,8 @@ from attnpo.data.rules import LengthRules
 from attnpo.evaluation.base import Benchmark, BenchmarkScore, Measure, Subject, UngradedResult
 from attnpo.evaluation.intervals import hierarchical_bootstrap
 from attnpo.models.spec import AUTO, ModelSpec
-from attnpo.run.folders import run_of, saved_config
-from attnpo.run.identity import identity_of
+from attnpo.run.folders import find_run_of_model, load_saved_config
+from attnpo.run.identity import make_identity
 from attnpo.run.other_pairs import RewardFactors
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import SIDES, PreferencePair, UserError, digest
@@ -527,13 +527,13 @@ def fill_from_run(measure: Benchmark | Measure, model: str, overrides: tuple[str
     kept; one line says what was taken. Any other benchmark stays as it is. UserError where something is auto and the
     run's configuration cannot be read.
     """
-    folder = run_of(model)
+    folder = find_run_of_model(model)
     if isinstance(measure, WeightedImplicitReward) and measure.run != AUTO:
         folder = folder or Path(measure.run)
     if not isinstance(measure, ImplicitReward) or folder is None:
         return measure
     try:
-        run = saved_config(folder, f"model.path={model}")
+        run = load_saved_config(folder, f"model.path={model}")
     except UserError as problem:
         if AUTO in (measure.reference, measure.data.path):
             raise
@@ -596,7 +596,7 @@ class WeightedImplicitReward(ImplicitReward):
     def versions(self) -> dict[str, object]:
         """Returns those of the plain measure, and the settings of the run that touch weights."""
         cfg = self._config()
-        return {**ImplicitReward.versions(replace_lengths(self, cfg.lengths)), "weights": identity_of(cfg).inputs}
+        return {**ImplicitReward.versions(replace_lengths(self, cfg.lengths)), "weights": make_identity(cfg).inputs}
 
     def measure(self, subject: Subject) -> UngradedResult:
         """Accuracies of the plain, the length-normalised and the token-weighted reward, and of each model alone.
@@ -628,7 +628,7 @@ class WeightedImplicitReward(ImplicitReward):
     def _config(self) -> RunConfig:
         if self.run == AUTO:
             raise UserError(f"{KEY}run: {OF_RUN}; give {KEY}run=outputs/RUN, the run whose token weights are taken")
-        return saved_config(Path(self.run), f"{KEY}run={self.run}")
+        return load_saved_config(Path(self.run), f"{KEY}run={self.run}")
 
 
 def replace_lengths(measure: WeightedImplicitReward, lengths: LengthRules) -> WeightedImplicitReward:

@@ -65,7 +65,7 @@ def run_study(
         raise UserError(
             "run_study: expected a study, and the configuration asks for one run; give experiment=NAME, or call train"
         )
-    if cfg.name is None and cfg.kept_folder() is None:
+    if cfg.name is None and cfg.reusable_folder() is None:
         cfg = _load([*overrides, format_override("name", run_folder(cfg).name)], config_dir)
     from attnpo.fit import main
 

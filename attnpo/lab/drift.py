@@ -26,8 +26,8 @@ from attnpo.objectives.base import PreferenceObjective
 from attnpo.run.components import Truth
 from attnpo.run.inputs import Inputs
 from attnpo.run.models import load_reference
-from attnpo.run.other_pairs import token_factors, weigh_others
-from attnpo.run.point_cache import Memory
+from attnpo.run.other_pairs import token_factors, weigh_other_pairs
+from attnpo.run.point_cache import PointCache
 from attnpo.run.resolve import Readers
 from attnpo.schema import (
     SIDES,
@@ -54,7 +54,7 @@ TOKENS_PER_FORWARD = 2048  # padded; on a CPU larger batches are slower
 EXAMPLES_AT_ONCE = 256
 
 # The base's numbers on a forward's rows, for the next point of a study; those of a large model are not kept.
-_of_base = Memory(entries=64, room=1 << 22)  # bytes
+_of_base = PointCache(entries=64, room=1 << 22)  # bytes
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def measure_drift(
             }
             accuracy[name] = ranking_accuracy(**kept)
     if sampled:
-        others = weigh_others(inputs.recipe, inputs.weighed, readers, sampled)
+        others = weigh_other_pairs(inputs.recipe, inputs.weighed, readers, sampled)
         answers = _measure_movement(run, others, {pair.pair_id: pair for pair in sampled})
         out["answers"] = by_token(answers["chosen"])
         displacement["base_answers"] = mean_gain(answers["rejected"])
@@ -165,7 +165,7 @@ def _measure_movement(
             kl, gain = scored[2 * number + place]
             offsets, known = example.sides[place].offsets, None
             if run.truth is not None and pairs is not None:
-                known = np.array(run.truth.decisive(pairs[example.pair_id], side, offsets), dtype=bool)
+                known = np.array(run.truth.mark_decisive(pairs[example.pair_id], side, offsets), dtype=bool)
             ends = np.array([start >= end for start, end in offsets], dtype=bool)
             moved[side].append(Moved(kl, gain, ends, _relative(run.inputs.weighed.source, example, place), known))
     return moved
@@ -206,7 +206,7 @@ def _on_base(run: TrainedRun, sequences: Sequences) -> tuple[RowGroup, TokenStat
     def key() -> dict[str, object]:
         return {"model": run.of_base, "device": str(base.device), "rows": sequences}
 
-    return group, _of_base.recall(key, make, lambda stats: 0 if stats.hidden is None else stats.hidden.nbytes)
+    return group, _of_base.get_or_make(key, make, lambda stats: 0 if stats.hidden is None else stats.hidden.nbytes)
 
 
 def score_base(base: ScoredLM, group: RowGroup) -> TokenStats:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attnpo.lab.light import LayerRules
-from attnpo.run.combinations import wants_auto
+from attnpo.run.combinations import needs_layer_search
 from attnpo.run.components import Truth
 from attnpo.schema import Json, PreferencePair, check_at_least
 
@@ -14,12 +14,12 @@ from attnpo.schema import Json, PreferencePair, check_at_least
 class AutoLayer(LayerRules):
     """Finds the layer of ``weights.layer=auto`` (config node ``auto_layer``)."""
 
-    def settle(self, source: Any, readers: Any, train: Any) -> tuple[Any, Mapping[str, object] | None]:
+    def resolve_layer(self, source: Any, readers: Any, train: Any) -> tuple[Any, Mapping[str, object] | None]:
         """Returns the weights with the layer found on the encoded pairs ``train``, and the record of it.
 
         As they are, with None, where none is to be found.
         """
-        if not wants_auto(source):
+        if not needs_layer_search(source):
             return source, None
         from attnpo.lab.auto_layer import find_layer
 

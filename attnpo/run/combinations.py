@@ -1,4 +1,4 @@
-"""Combinations of a run's components that are refused. Light: read before anything heavy is loaded."""
+"""Checks of combinations of a run's components. Light: runs before any heavy import."""
 
 from importlib.util import find_spec
 
@@ -13,23 +13,23 @@ from attnpo.weights.base import WeightSource, is_neutral
 AUTO = "auto"
 LAYER = "weights.layer"
 CHOICE = "auto_layer"
-"""Where the record of a choice stands: the folder in the store, the key in ``RunContext.prepared`` and in a result."""
+"""Name of the record of a layer search: folder in the store, key in ``RunContext.prepared`` and in results."""
 
 
-def is_auto(layer: object) -> bool:
-    """Returns whether a value of ``weights.layer`` asks for the layer to be found."""
+def is_auto_layer(layer: object) -> bool:
+    """Returns whether a value of ``weights.layer`` requests a layer search."""
     return isinstance(layer, str) and layer.strip().lower() == AUTO
 
 
-def wants_auto(source: WeightSource) -> bool:
-    """Returns whether the layer of the weights is yet to be found. UserError when it would not be read."""
-    if not is_auto(getattr(source, "layer", None)):
+def needs_layer_search(source: WeightSource) -> bool:
+    """Returns whether the weights' layer is still to be found. Raises UserError if it would not be used."""
+    if not is_auto_layer(getattr(source, "layer", None)):
         return False
     layers = getattr(source, "layers", ())
     if layers:
         raise UserError(
-            f"weights.layer=auto finds one layer, and weights.layers={list(layers)} names those to read: leave one of "
-            "them out"
+            f"weights.layer=auto searches for one layer, but weights.layers={list(layers)} names the layers to read: "
+            "remove one of the two"
         )
     return True
 
@@ -37,33 +37,34 @@ def wants_auto(source: WeightSource) -> bool:
 REFERENCES = ("live", "cached", "first_epoch", "adapter_off")
 
 
-def require_reader(source: WeightSource, objective: PreferenceObjective) -> None:
-    """Raises UserError for weights that cost something and that the objective would not read."""
+def require_weights_are_read(source: WeightSource, objective: PreferenceObjective) -> None:
+    """Raises UserError if the objective would not use the weights, or needs another kind of weights."""
     if "factors" in objective.requires and source.kind is not Kind.FACTOR:
         raise UserError(
-            f"objective {type(objective).__name__} reads factors, and weights are {type(source).__name__}, a "
-            "distribution: set weights=transport (OTPO's own) or weights=gradient (TI-DPO's)"
+            f"objective {type(objective).__name__} needs weights that are factors, but {type(source).__name__} gives a "
+            "distribution: set weights=transport (as in OTPO) or weights=gradient (as in TI-DPO)"
         )
     if not is_neutral(source) and "token_weights" not in objective.requires:
         raise UserError(
-            f"objective {type(objective).__name__} reads no token weights, so those of {type(source).__name__} would "
-            "be computed for nothing: set weights=uniform, or an objective that reads weights (objective=twdpo)"
+            f"objective {type(objective).__name__} uses no token weights, so computing those of "
+            f"{type(source).__name__} would be wasted: set weights=uniform, or an objective with token weights "
+            "(objective=twdpo)"
         )
 
 
 def require_reference(reference: str, objective: PreferenceObjective) -> None:
-    """Raises UserError for an objective that asks more of its reference than stored log-probs can say."""
+    """Raises UserError if the objective needs more of the reference than its stored log-probabilities."""
     more = sorted(name for name in objective.requires if name.partition(":")[0] in ("joint", "ahead", "group"))
     if reference in ("cached", "first_epoch") and more and "reference" in objective.requires:
         raise UserError(
-            f"objective {type(objective).__name__} needs the reference itself ({', '.join(more)}), and "
-            f"reference={reference} keeps one number per token of the pairs: set reference=live (model=lora: "
+            f"objective {type(objective).__name__} needs the reference model ({', '.join(more)}), but "
+            f"reference={reference} only stores log-probs of the pairs' tokens: set reference=live (with model=lora: "
             "adapter_off)"
         )
 
 
-def require_pairs(batch: BatchPlan, objective: PreferenceObjective) -> None:
-    """Raises UserError for steps of one pair under an objective that compares pairs of a step."""
+def require_pairs_per_step(batch: BatchPlan, objective: PreferenceObjective) -> None:
+    """Raises UserError for one pair per step if the objective compares the pairs of a step."""
     if "several_pairs" in objective.requires and batch.pairs < 2:
         raise UserError(
             f"objective {type(objective).__name__} compares the pairs of an optimiser step with each other: expected "
@@ -71,51 +72,53 @@ def require_pairs(batch: BatchPlan, objective: PreferenceObjective) -> None:
         )
 
 
-def require_margin(objective: PreferenceObjective, source: WeightSource, trainer: TrainerSettings) -> None:
-    """Raises UserError for what a reward model cannot be trained with: its rewards are no log-probabilities."""
+def require_reward_model_fits(objective: PreferenceObjective, source: WeightSource, trainer: TrainerSettings) -> None:
+    """Raises UserError for settings a reward model cannot train with, because its rewards are not log-probabilities."""
     plain = objective.requires <= {"token_weights"} and getattr(objective, "sft_coef", None) == 0
     if not plain:
         raise UserError(
-            f"model.reward=true gives rewards instead of log-probabilities, and objective {type(objective).__name__} "
-            "reads more of the policy than their margin: set objective=cpo objective.sft_coef=0 objective.beta=1"
+            f"model.reward=true gives rewards instead of log-probabilities, but objective {type(objective).__name__} "
+            "needs more than their margin: set objective=cpo objective.sft_coef=0 objective.beta=1"
         )
     if not is_neutral(source):
         raise UserError(
-            f"model.reward=true: a reward stands on a response's last token, and {type(source).__name__} weighs "
-            "tokens: set weights=uniform"
+            f"model.reward=true reads the reward at a response's last token, but {type(source).__name__} gives token "
+            "weights: set weights=uniform"
         )
     if trainer.strategy == "fsdp":
-        raise UserError("model.reward=true is trained whole, and trainer.strategy=fsdp shards it: set auto")
+        raise UserError(
+            "model.reward=true cannot be sharded, but trainer.strategy=fsdp shards it: set trainer.strategy=auto"
+        )
 
 
 LAYOUTS = ("auto", "padded", "packed", "shared_prefix")  # models.layouts.NAMES, which imports torch
 
 
-def require_whole(trainer: TrainerSettings, objective: PreferenceObjective) -> None:
-    """Raises UserError for sharded weights under an objective that samples from the policy."""
+def require_unsharded_policy(trainer: TrainerSettings, objective: PreferenceObjective) -> None:
+    """Raises UserError for sharded weights if the objective samples from the policy."""
     if "group:anchor" in objective.requires and trainer.strategy == "fsdp":
         raise UserError(
-            f"objective {type(objective).__name__} samples anchors from the whole policy, and trainer.strategy=fsdp "
-            "shards it: set trainer.strategy=auto, or objective.gamma_triplet=0"
+            f"objective {type(objective).__name__} samples anchors from the unsharded policy, but "
+            "trainer.strategy=fsdp shards it: set trainer.strategy=auto, or objective.gamma_triplet=0"
         )
 
 
-def require_one_piece(trainer: TrainerSettings, model: ModelSpec) -> None:
-    """Raises UserError for sharded weights in a form that this project does not shard."""
+def require_unsharded_quantization(trainer: TrainerSettings, model: ModelSpec) -> None:
+    """Raises UserError for sharding a quantised model, which is not supported."""
     if model.quantize is not None and trainer.strategy == "fsdp":
         raise UserError(
-            f"model.quantize={model.quantize} works on whole weights, and trainer.strategy=fsdp shards them: set "
+            f"model.quantize={model.quantize} needs unsharded weights, but trainer.strategy=fsdp shards them: set "
             "trainer.strategy=auto or model.quantize=null"
         )
 
 
-def require_parts(reference: str, model: ModelSpec, optimizer: Optimizer) -> None:
-    """Raises UserError for a kind of reference that does not exist or cannot be, and for absent packages."""
+def require_reference_and_packages(reference: str, model: ModelSpec, optimizer: Optimizer) -> None:
+    """Raises UserError for an unknown or impossible kind of reference, and for missing packages."""
     if reference not in REFERENCES:
         raise UserError(f"reference={reference}: expected one of {', '.join(REFERENCES)}")
     if reference == "adapter_off" and model.lora is None:
         raise UserError(
-            "reference=adapter_off needs a fresh adapter, and model.lora is null: set model=lora, or reference=live or "
+            "reference=adapter_off needs a new adapter, but model.lora is null: set model=lora, or reference=live or "
             "cached"
         )
     for wanted, package, extra, key in (
@@ -127,13 +130,13 @@ def require_parts(reference: str, model: ModelSpec, optimizer: Optimizer) -> Non
             raise UserError(f"{key} needs the package {package}, which is not installed: pip install 'attnpo[{extra}]'")
 
 
-def require_format(model: ModelSpec, optimizer: Optimizer) -> None:
-    """Raises UserError for trained weights in a number format that loses small updates; adapters are in float32."""
+def require_trainable_dtype(model: ModelSpec, optimizer: Optimizer) -> None:
+    """Raises UserError if trained weights have a dtype that loses small updates; adapters are always float32."""
     trained = model.dtype if model.lora is None else "float32"
     optimizer.check_rounding([trained])
     if trained not in FULL and not optimizer.stochastic_rounding:
         raise UserError(
-            f"model.dtype={trained} trains all weights in that format, which loses the small updates of a usual "
-            "optimizer.lr: set model.dtype=float32 (trainer.precision=bf16-mixed computes in bf16 all the same), "
+            f"model.dtype={trained} would lose the small updates of a typical optimizer.lr, because all weights are "
+            "trained in that dtype: set model.dtype=float32 (trainer.precision=bf16-mixed still computes in bf16), "
             "model=lora, or model.dtype=bfloat16 optimizer=adamw8bit optimizer.stochastic_rounding=true"
         )

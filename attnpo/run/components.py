@@ -1,4 +1,4 @@
-"""Components that a run calls, by what they can do: builders of model and data, truth, measures beside training."""
+"""Protocols of the components that a run calls: builders of model and data, known truth, extra measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # the testbed is built without torch
 
 @dataclass(frozen=True)
 class BuiltFolders:
-    """Where the artefacts are, what was measured when they were built, and whether both were already there."""
+    """Folders of a built model and its data, measurements from the build, and whether they were reused."""
 
     model_path: Path
     data_path: Path
@@ -21,7 +21,7 @@ class BuiltFolders:
 
 @dataclass(frozen=True)
 class PreparedJudge:
-    """Where the second base is, what was measured when it was built, and whether it was already there."""
+    """Folder of a built second base model, measurements from the build, and whether it was reused."""
 
     path: Path
     report: dict[str, object]
@@ -30,10 +30,10 @@ class PreparedJudge:
 
 @runtime_checkable
 class JudgePreparer(Protocol):
-    """``prepare`` component that can also build another model to judge."""
+    """``prepare`` component that can also build another model to use as the judge."""
 
     def prepare_judge(self, root: Path) -> PreparedJudge:
-        """Returns where it is, built if it is missing."""
+        """Returns the judge's folder; builds it if it is missing."""
 
 
 @runtime_checkable
@@ -41,21 +41,21 @@ class Preparer(Protocol):
     """Builder of model and data (config node ``prepare``)."""
 
     def prepare(self, root: Path) -> BuiltFolders:
-        """Returns where the artefacts are."""
+        """Returns the folders of model and data; builds them if they are missing."""
 
 
 @runtime_checkable
 class Truth(Protocol):
-    """Scorer of a policy against a known truth (config node ``truth``)."""
+    """Scorer of a policy by a known true reward (config node ``truth``)."""
 
     def score(self, *arguments: Any, **named: Any) -> Any:
-        """Returns the scores."""
+        """Returns the policy's scores."""
 
     def base_answers(self, *arguments: Any, **named: Any) -> Any:
-        """Returns the base's answers to the prompts of a split, to be sampled once for several scores."""
+        """Returns the base's answers to the prompts of a split, which several scores can share."""
 
-    def decisive(self, pair: "PreferencePair", side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
-        """Returns whether each token, given by its characters of the response, decides the true reward."""
+    def mark_decisive(self, pair: "PreferencePair", side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
+        """Returns whether each token, given by its character range in the response, decides the true reward."""
 
     def is_flipped(self, pair: "PreferencePair") -> bool:
         """Returns whether the rejected response is truly the better one."""
@@ -63,22 +63,22 @@ class Truth(Protocol):
 
 @runtime_checkable
 class LayerFinder(Protocol):
-    """Finder of the layer of ``weights.layer=auto`` (config node ``auto_layer``)."""
+    """Search for the layer of ``weights.layer=auto`` (config node ``auto_layer``)."""
 
-    def settle(self, source: Any, readers: Any, train: Any) -> tuple[Any, Mapping[str, object] | None]:
-        """Returns the weights with the layer found on the encoded pairs ``train``, and the record of it.
+    def resolve_layer(self, source: Any, readers: Any, train: Any) -> tuple[Any, Mapping[str, object] | None]:
+        """Returns the weight source with the layer found on the encoded pairs ``train``, and a record of the search.
 
-        As they are, with None, where none is to be found.
+        Without a search to do, returns the source unchanged and None.
         """
 
 
 @runtime_checkable
 class DriftMeasure(Protocol):
-    """Measure of where the policy moved, after training (config node ``drift``)."""
+    """Measurement of how the policy moved during training (config node ``drift``)."""
 
     @property
     def pairs(self) -> int:
-        """Returns the number of validation pairs that it reads; 0: nothing is measured."""
+        """Returns the number of validation pairs to measure on; 0 turns the measurement off."""
 
     def measure(self, *arguments: Any, **named: Any) -> "dict[str, Json]":
-        """Returns ``RunResult.drift`` of a policy, its inputs and the answers that were sampled of it."""
+        """Returns ``RunResult.drift`` of a policy, from its inputs and its sampled answers."""

@@ -1,4 +1,4 @@
-"""Examples that a run keeps for the page of its study: one pair with its weights, and a few answers."""
+"""Examples a run saves for its study's page: one pair with its token weights, and a few answers."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ ANSWERS, PAIRS = 4, 1  # of each run
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """Prompt's last message with the answers of the trained policy and of its base."""
+    """Last message of a prompt, with the answers of the trained policy and its base."""
 
     prompt: str
     policy: str
@@ -26,17 +26,17 @@ class SampledAnswer:
 
 
 @dataclass(frozen=True)
-class ForPage:
-    """Examples that a run kept for its study's page."""
+class PageExamples:
+    """Examples that a run saved for its study's page."""
 
     heat: list[WeighedPair]
     answers: list[SampledAnswer]
 
 
-def keep_for_page(folder: Path, heat: Sequence[WeighedPair], sampled: Sequence[PreferencePair]) -> None:
-    """Writes the first pairs, and answers to prompts that are spread over all.
+def save_page_examples(folder: Path, heat: Sequence[WeighedPair], sampled: Sequence[PreferencePair]) -> None:
+    """Saves the first pairs, and answers to prompts spread over all of ``sampled``.
 
-    ``sampled``: the policy's answers as chosen, the base's as rejected; where empty, ``generations.jsonl`` is read.
+    ``sampled``: the policy's answers as chosen, the base's as rejected. If empty, reads ``generations.jsonl`` instead.
     """
     some = sampled[:: max(1, len(sampled) // ANSWERS)][:ANSWERS]
     answers = [{"prompt": pair.prompt[-1]["content"], "policy": pair.chosen, "base": pair.rejected} for pair in some]
@@ -50,15 +50,15 @@ def keep_for_page(folder: Path, heat: Sequence[WeighedPair], sampled: Sequence[P
     write_atomically(folder / FILE, json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def read_for_page(folder: Path) -> ForPage | None:
-    """Returns what a run has kept; None where there is nothing, or nothing that can be read, which is logged."""
+def load_page_examples(folder: Path) -> PageExamples | None:
+    """Returns the saved examples of a run; None if there are none, or if they cannot be read, which is logged."""
     path = folder / FILE
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
         pairs = [WeighedPair.from_dict(pair) for pair in record.get("pairs", [])]  # earlier runs: "heat", of other rows
-        return ForPage(pairs, [SampledAnswer(**answer) for answer in record["answers"]])
+        return PageExamples(pairs, [SampledAnswer(**answer) for answer in record["answers"]])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError) as problem:
-        log.warning("%s: cannot be read and is left out of the page (%r)", path, problem)
+        log.warning("%s cannot be read, so the page leaves it out (%r)", path, problem)
         return None

@@ -1,6 +1,6 @@
-"""Identity of a run: the keys of its config, and the files they name, that can move a number.
+"""Identity of a run: the config keys, and the files they name, that can change its numbers.
 
-The one notion of it, for resuming a run, for finding a study's finished points and for telling a study's arms apart.
+The one definition of it, for resuming a run, reusing a study's finished points and telling a study's arms apart.
 """
 
 import re
@@ -17,46 +17,46 @@ from attnpo.run.combinations import AUTO, LAYER
 from attnpo.run.run_config import RunConfig
 from attnpo.system.files import Json, flatten
 from attnpo.system.source_digest import PACKAGE
-from attnpo.training.settings import CallbackSettings, direction
+from attnpo.training.settings import CallbackSettings, monitor_mode
 from attnpo.weights.base import WeightSource
 
-ROOT = ("_target_",)  # the class of the root, which is that of the command
-# What lies at these paths is compared instead.
+ROOT = ("_target_",)  # class of the root config, which only depends on the command
+# Paths whose contents are compared instead.
 SCORERS = ("positive", "negative", "oracle", "reference")
 PATHS = (
     *("model.path", "data.path", "judge.path", "verbalizer.path", "weights.path"),
     *(f"weights.{name}.path" for name in SCORERS),
 )
 OF_SETS = re.compile(r"data\.mix\.[^.]+\.path")
-# What is done beside the training: free to change while it goes on, but a result without it is another one.
+# Keys without effect on training, free to change on resume; but they do change the result.
 BESIDE = ("truth", "drift", "callbacks", "trainer.validate_every")
-# What of it decides which policy is the best.
+# The exceptions, which decide which policy is the best.
 MONITOR, MODE = "callbacks.monitor", "callbacks.mode"
 KEPT = (MONITOR, MODE)
-# Parts that only a weight source reads which requires this.
+# Nodes that are used only by weight sources with this requirement.
 NEEDED = {"judge": "judge", "auto_layer": "judge", "verbalizer": "generator"}
 LAYERS = "weights.layers"
-# Nodes that touch neither the pairs nor their weights; any other may. Of the objective only its class is looked at,
-# which must read weights.
+# Nodes that change neither the pairs nor their weights; all others may. Only the objective's class matters, which must
+# use weights.
 APART = ("name", "output", "resume", "logger", "callbacks", "composed", "study", "grid", "grids", "seeds", "truth",
          "drift", "reference", "optimizer", "trainer", "batch", "objective")  # fmt: skip
-# What only reference spans read.
+# Keys used only by reference spans.
 SPANS = ("judge.span_closing", "judge.span_drop")
-# Which weights decay: nothing where none does.
+# Chooses the weights that decay; no effect without weight decay.
 DECAY, DECAY_ALL = "optimizer.weight_decay", "optimizer.decay_all"
-# Moves no number. ``auto`` counts as true, which every option of hardware had before.
+# Changes no number. ``auto`` counts as true, the earlier value in all hardware options.
 RECOMPUTED = "model.gradient_checkpointing"
-# Moves no number beyond rounding under ``auto``, which counts as null, as every option of hardware had it before.
+# Changes numbers only by rounding under ``auto``, which counts as null, the earlier value in all hardware options.
 COMPILED = "model.compile"
 
 
 @dataclass(frozen=True)
-class Identity:
-    """Keys of a configuration that make a run the run it is; every mapping is flat but ``inputs``.
+class RunIdentity:
+    """Config keys that define a run; all mappings are flat except ``inputs``.
 
-    ``numbers``: can move a number of the training; ``result``: of a whole result, with what is scored and kept;
-    ``settings``: the same whatever the weights are; ``paths``: stand for their contents; ``inputs``: nodes that can
-    touch pairs or weights; ``moveless``: keys that move no number.
+    ``numbers``: can change the numbers of training. ``result``: can change any number of the result, including scores
+    and choices of checkpoints. ``settings``: all but model and data path. ``paths``: compared by their contents.
+    ``inputs``: nodes that can change pairs or weights. ``moveless``: keys that change no number.
     """
 
     numbers: dict[str, object]
@@ -67,12 +67,16 @@ class Identity:
     moveless: Sequence[str]
 
 
-def identity_of(cfg: RunConfig) -> Identity:
-    """Returns what makes a run the run it is."""
-    moveless, unread, every = [*ROOT, *bookkeeping_keys(cfg)], _unread(cfg.values, cfg.weights), _values(cfg.values)
+def make_identity(cfg: RunConfig) -> RunIdentity:
+    """Returns the keys of a config that define its run."""
+    moveless, unread, every = (
+        [*ROOT, *bookkeeping_keys(cfg)],
+        _unused_keys(cfg.values, cfg.weights),
+        _comparable_values(cfg.values),
+    )
     idle, alone = (*moveless, *PATHS, *unread), (*moveless, "model.path", "data.path")
-    return Identity(
-        numbers=_numbers(every, moveless, unread, cfg.weights),
+    return RunIdentity(
+        numbers=_select_numbers(every, moveless, unread, cfg.weights),
         result={key: value for key, value in every.items() if not is_at_or_below(key, idle)},
         settings={key: value for key, value in every.items() if not is_at_or_below(key, alone)},
         paths={key: value for key, value in flatten(cfg.values) if key in PATHS and not is_at_or_below(key, unread)},
@@ -81,38 +85,38 @@ def identity_of(cfg: RunConfig) -> Identity:
     )
 
 
-def saved_numbers(path: Path, moveless: Sequence[str]) -> dict[str, object]:
-    """Reads ``Identity.numbers`` of the config saved at ``path``; ``moveless``: those of the one to compare with."""
+def load_saved_numbers(path: Path, moveless: Sequence[str]) -> dict[str, object]:
+    """Reads ``RunIdentity.numbers`` of the config saved at ``path``; ``moveless``: that of the current config."""
     with wrap_yaml_errors(path):
         values = to_container(DictConfig(OmegaConf.load(path)))
     source = instantiate(values["weights"])
     composed = values.get("composed")
     begun = composed.get("environment") if isinstance(composed, dict) else None
     of_then = {key: f"of the environment ({was})" for key, was in begun.items()} if isinstance(begun, dict) else {}
-    found = _numbers(_values(values), moveless, _unread(values, source), source)
+    found = _select_numbers(_comparable_values(values), moveless, _unused_keys(values, source), source)
     return {key: of_then.get(key, value) for key, value in found.items()}
 
 
-def _numbers(
+def _select_numbers(
     every: Mapping[str, object], moveless: Sequence[str], unread: Sequence[str], source: WeightSource
 ) -> dict[str, object]:
     idle = (*moveless, *bookkeeping_keys(source, "weights"), *PATHS, *BESIDE, *unread)
     return {key: value for key, value in every.items() if key in KEPT or not is_at_or_below(key, idle)}
 
 
-def component(value: object) -> object:
-    """Returns a value of a config; of a component of the package its class alone, whichever module that is in."""
+def component_class(value: object) -> object:
+    """Returns a config value; for a component of this package only the class name, without its module."""
     own = isinstance(value, str) and value.startswith(f"{PACKAGE.name}.")
     return str(value).rpartition(".")[2] if own else value
 
 
-def by_class(values: Mapping[str, object]) -> dict[str, object]:
-    """Returns every key of a config with its value, the components of the package by their classes."""
-    return {key: component(value) if key.endswith("_target_") else value for key, value in flatten(values)}
+def flatten_with_classes(values: Mapping[str, object]) -> dict[str, object]:
+    """Returns all keys of a config with their values; this package's components as class names."""
+    return {key: component_class(value) if key.endswith("_target_") else value for key, value in flatten(values)}
 
 
-def _unread(values: Mapping[str, Json], source: WeightSource) -> list[str]:
-    """Parts that nothing reads as the others stand."""
+def _unused_keys(values: Mapping[str, Json], source: WeightSource) -> list[str]:
+    """Returns the keys that nothing uses under the other settings."""
     read = dict(flatten(values))
     undecayed = [] if read.get(DECAY) else [DECAY_ALL]
     replaced = [LAYER] if read.get(LAYERS) else []
@@ -120,11 +124,11 @@ def _unread(values: Mapping[str, Json], source: WeightSource) -> list[str]:
     return [*(part for part, needed in NEEDED.items() if needed not in source.requires), *replaced, *spans, *undecayed]
 
 
-def _values(values: Mapping[str, Json]) -> dict[str, object]:
-    """Returns every key with its value, components as their classes; a mode that follows from the metric as it is."""
-    every = {key: value for key, value in by_class(values).items() if not OF_SETS.fullmatch(key)}
+def _comparable_values(values: Mapping[str, Json]) -> dict[str, object]:
+    """Returns all keys with values that compare equal across versions: components as classes, defaults filled in."""
+    every = {key: value for key, value in flatten_with_classes(values).items() if not OF_SETS.fullmatch(key)}
     if every.get(MODE, "") is None:
-        every[MODE] = direction(str(every.get(MONITOR, CallbackSettings.monitor)))
+        every[MODE] = monitor_mode(str(every.get(MONITOR, CallbackSettings.monitor)))
     if every.get(RECOMPUTED) == AUTO:
         every[RECOMPUTED] = True
     if every.get(COMPILED) == AUTO:

@@ -1,4 +1,4 @@
-"""Account of a run's inputs: read, cut, dropped and weighed, as log lines and as numbers for its result."""
+"""Summary of a run's inputs (rows read, cut, dropped and weighed) as log lines and as numbers for its result."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @phase("statistics of the inputs")
 def example_statistics(inputs: Inputs) -> dict[str, Any]:
-    """Counts, coverage and weight statistics of both splits, and of the judge."""
+    """Returns counts, coverage and weight statistics of both splits, and statistics of the judge."""
     out: dict[str, Any] = {}
     for split in SPLITS:
         pairs, made = inputs.pairs[split], inputs.examples[split]
@@ -61,7 +61,7 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
             "unmatched_share": round(made.unmatched_share, 5),
             **inputs.measured[split].numbers,
         }
-        if (warning := describe_split_loss(inputs, split)) is not None:
+        if (warning := describe_lost_weights_of_split(inputs, split)) is not None:
             out[split]["warning"] = warning
     if inputs.overlap is not None:
         out["val"][OVERLAP] = asdict(inputs.overlap)
@@ -70,7 +70,7 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     weighed = inputs.weighed
     if weighed.report is not None:
         out["weights"] = {"from_store": weighed.report.hits, "computed": weighed.report.computed}
-    out.update(_cut_prompts(weighed))
+    out.update(_count_cut_prompts(weighed))
     if weighed.answers is not None:
         lost = sum(made.tally.count_starting_with(DROPPED_FOR_COVERAGE) for made in inputs.examples.values())
         out["verbalizer"] = {**weighed.answers.numbers(), "dropped_pairs": lost}
@@ -87,18 +87,18 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     return out
 
 
-def describe_split_loss(inputs: Inputs, split: str) -> str | None:
-    """Returns what a split's weights lose on the way to the training tokens, where it is much."""
+def describe_lost_weights_of_split(inputs: Inputs, split: str) -> str | None:
+    """Returns a warning if a split loses many of its weights on the way to the training tokens, else None."""
     weighed, made = inputs.weighed, inputs.examples[split]
     if not made.examples:
         return None
     arrived = inputs.measured[split].arrival if inputs.measured else Arrival.of(made.examples)
     reader, align = inputs.recipe.reader, inputs.recipe.align.method
-    return describe_loss(weighed.source, reader, align, weighed.layers, arrived, made.tally)
+    return describe_lost_weights(weighed.source, reader, align, weighed.layers, arrived, made.tally)
 
 
-def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Iterator[str]:
-    """Yields what became of a split's rows, how long they are, and how much of their weights arrived."""
+def describe_split(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Iterator[str]:
+    """Yields how many of a split's rows remain, how long they are, and how much of their weights was kept."""
     pairs, made = inputs.pairs[split], inputs.examples[split]
     dropped = f"{pairs.num_dropped} dropped on reading, {made.dropped} later"
     yield f"{split}: {statistics['pairs']} pairs of {pairs.read} rows ({dropped})"
@@ -111,14 +111,14 @@ def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Itera
     yield f"{split}: tokens at p50/p90/p99/max: {', '.join(lengths)}"
     effective = statistics.get("effective_share")
     if effective is None:
-        yield f"{split}: coverage {statistics['coverage']:.4f}, weights come with each step"
+        yield f"{split}: coverage {statistics['coverage']:.4f}, weights are computed in each step"
     else:
         arrived = Arrival(*(statistics[name] for name in ("coverage", *COLUMNS)))
         yield f"{split}: {arrived.text()}, effective share of weights {effective:.3f}"
 
 
-def plan_line(pairs: int, plan: BatchPlan, settings: TrainerSettings, kept: CallbackSettings) -> str:
-    """Returns how the pairs become optimiser steps, and when the run is validated and saved."""
+def describe_plan(pairs: int, plan: BatchPlan, settings: TrainerSettings, kept: CallbackSettings) -> str:
+    """Describes how the pairs become optimiser steps, and when the run validates and saves."""
     processes = planned_processes(settings)
     accumulation = plan.accumulation_steps(processes)
     cut = f" = {plan.pairs_per_forward} per forward x {accumulation} accumulated x"
@@ -137,16 +137,16 @@ def plan_line(pairs: int, plan: BatchPlan, settings: TrainerSettings, kept: Call
 
 
 def log_inputs(inputs: Inputs, statistics: Mapping[str, Json]) -> None:
-    """Logs what the run stands on: counts, lengths, coverage, the judge, by ``example_statistics``."""
+    """Logs the numbers of ``example_statistics``: counts, lengths, coverage and the judge."""
     for split in SPLITS:
         found = cast(dict[str, Any], statistics[split])
-        for line in split_lines(inputs, split, found):
+        for line in describe_split(inputs, split, found):
             log.info("%s", line)
         if "warning" in found:
             log.warning("%s: %s", split, found["warning"])
     if inputs.overlap is not None:
         log.log(logging.WARNING if inputs.overlap.warning() else logging.INFO, "val: %s", inputs.overlap.summary())
-    log_captured(inputs.weighed)
+    log_weighing(inputs.weighed)
 
 
 def log_plan(
@@ -156,14 +156,14 @@ def log_plan(
     kept: CallbackSettings,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Logs the steps of a training, and row 0 as it is trained."""
-    log.info("%s", plan_line(len(examples.examples), plan, settings, kept))
-    for line in row_lines(examples.examples[0], tokenizer) if examples.examples else []:
+    """Logs the steps of the training, and example 0 with its weights."""
+    log.info("%s", describe_plan(len(examples.examples), plan, settings, kept))
+    for line in describe_example(examples.examples[0], tokenizer) if examples.examples else []:
         log.info("%s", line)
 
 
-def _cut_prompts(weighed: WeighingResult) -> dict[str, dict[str, int]]:
-    """Prompts of the judge, and pairs with a scorer's instruction, that were read, and how many had to be cut."""
+def _count_cut_prompts(weighed: WeighingResult) -> dict[str, dict[str, int]]:
+    """Counts the judge prompts, or the pairs with a scorer's instruction, that were read and that had to be cut."""
     if weighed.report is None:
         return {}
     found: dict[str, dict[str, int]] = {}
@@ -174,13 +174,13 @@ def _cut_prompts(weighed: WeighingResult) -> dict[str, dict[str, int]]:
     return found
 
 
-def log_captured(weighed: WeighingResult) -> None:
-    """Logs what was cut, the judge's passport in two lines, its traces, how well answers were read, with warnings."""
-    cut_prompts = _cut_prompts(weighed)
+def log_weighing(weighed: WeighingResult) -> None:
+    """Logs how the weights were read: cut prompts, the judge's quality, its traces and its answers, with warnings."""
+    cut_prompts = _count_cut_prompts(weighed)
     if (cut := cut_prompts.get("judge_prompts", {})).get("cut"):
-        log.warning("judge prompts cut at judge.max_length: %(cut)d of %(read)d", cut)
+        log.warning("%(cut)d of %(read)d judge prompts were cut at judge.max_length", cut)
     if (cut := cut_prompts.get("scorers", {})).get("cut"):
-        log.warning("prompts with a scorer's instruction cut at lengths: %(cut)d of %(pairs)d", cut)
+        log.warning("%(cut)d of %(pairs)d prompts with a scorer's instruction were cut (see lengths)", cut)
     if weighed.traces is not None:
         log.info("%s", weighed.traces.text())
         if (problem := weighed.traces.problem()) is not None:
@@ -192,58 +192,61 @@ def log_captured(weighed: WeighingResult) -> None:
         if (warning := judge_warning(verdicts)) is not None:
             log.warning("warning: %s", warning)
     if weighed.answers is not None:
-        for line in answer_lines(weighed.answers):
+        for line in describe_answers(weighed.answers):
             log.info("%s", line)
 
 
 def require_examples(split: str, made: ExampleSet, processes: int) -> None:
-    """Raises UserError for a split with rows of which no pair is left or none has a weight, or with too few pairs."""
+    """Checks that a split can be trained on.
+
+    Raises UserError if no pair is left, if all pairs have weight 0, or if there are fewer pairs than processes.
+    """
     if made.read and not made.examples:
         events = "; ".join(f"{event}: {count}" for event, count in sorted(made.tally.counts.items()))
         raise UserError(
-            f"{split}: none of {made.read} pairs is left to train on ({events}): change what dropped them (weights, "
+            f"{split}: all {made.read} pairs were dropped ({events}): change the settings that dropped them (weights, "
             "align.min_coverage, lengths) or the data"
         )
     pairs = len(made.examples)
     if pairs and not get_pair_weights(made.examples).any():
-        nothing = "trained" if split == "train" else "measured, so that best/ would be chosen by a loss of 0"
+        nothing = "trained" if split == "train" else "measured and best/ would be chosen by a loss of 0"
         raise UserError(
-            f"{split}: all {pairs} pairs have the weight 0 (their pair weight, or all token weights of "
-            f"both responses), so nothing would be {nothing}: choose other weights or data"
+            f"{split}: all {pairs} pairs have weight 0 (their pair weight, or all token weights of both responses), "
+            f"so nothing would be {nothing}: choose other weights or data"
         )
     if 0 < pairs < processes:
         raise UserError(
-            f"{split}: {pairs} {'pair' if pairs == 1 else 'pairs'} for {processes} processes, and each needs one: give "
-            f"more (data.{split}_rows), or start fewer processes"
+            f"{split}: {pairs} {'pair' if pairs == 1 else 'pairs'} for {processes} processes, but each needs at least "
+            f"one: use more pairs (data.{split}_rows), or start fewer processes"
         )
 
 
 def require_budgets(examples: Mapping[str, ExampleSet], layout: str, plan: BatchPlan) -> None:
-    """Refuses early what the data module would. Which layout auto will be is not known: the least counts."""
+    """Checks the token budgets before the data module does; for layout ``auto`` assumes the layout that needs least."""
     budgets = {"train": ("tokens", plan.token_budget), "val": ("eval_tokens", plan.eval_token_budget)}
     for split, (key, budget) in budgets.items():
         check_token_budget(examples[split].examples, COSTS.get(layout, SHARED_PREFIX), budget, f"batch.{key}")
 
 
-def answer_lines(answers: VerbalizerStatistics) -> Iterator[str]:
-    """Yields how well the answers about importance could be read, and what could not be used of them."""
+def describe_answers(answers: VerbalizerStatistics) -> Iterator[str]:
+    """Yields how many of the verbalizer's answers could be used, and why others could not."""
     yield (
         f"verbalizer: {answers.parse_rate:.1%} of {answers.answers} answers have a usable part, {answers.parts} parts "
-        f"in all; {answers.coverage:.1%} of a response's tokens have a score, in the mean"
+        f"in all; on average {answers.coverage:.1%} of a response's tokens have a score"
     )
     for reason, count in answers.problems.items():
         yield f"verbalizer: {reason}: {count}"
     if answers.lost:
-        yield f"verbalizer: {answers.lost} answers are no longer in the store; their scores are"
+        yield f"verbalizer: {answers.lost} answers are no longer in the store, but their scores are"
 
 
 ROW_WIDTH = 24  # tokens
 
 
-def row_lines(example: TrainingExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Returns an example as it is trained: prompt tail, the first ``ROW_WIDTH`` tokens of each side as text|weight.
+def describe_example(example: TrainingExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Describes a training example: end of the prompt, then the first ``ROW_WIDTH`` tokens per side as text|weight.
 
-    Relative to uniform: a distribution times |y|, a factor as it is; tokens without weight show a dot.
+    Weights are relative to uniform (a distribution times |y|, a factor as it is); tokens without weight show a dot.
     """
     lines = [
         f"row 0, pair {example.pair_id[:8]}, prompt (masked): ...{tokenizer.decode(example.chosen.prompt_ids[-40:])!r}"
@@ -266,10 +269,10 @@ def row_lines(example: TrainingExample, tokenizer: PreTrainedTokenizerBase) -> l
 log = logging.getLogger(__name__)
 
 SAMPLE = 200
-"""Pairs that stored layers are measured on, so that 32 layers take seconds whatever the store holds."""
+"""Number of pairs for measuring stored layers, so that 32 layers take seconds however large the store is."""
 
 
-def describe_loss(
+def describe_lost_weights(
     source: WeightSource,
     reader: WeightReader | None,
     align: AlignMethod,
@@ -277,9 +280,10 @@ def describe_loss(
     arrived: Arrival,
     tally: Tally,
 ) -> str | None:
-    """Returns what is lost of the weights of ``rows``, in which layer and side, and what helps; None where little is.
+    """Returns a warning if many weights of ``rows`` do not arrive on training tokens, else None.
 
-    Weights that are made on the training tokens lose nothing but what is cut, which is logged by itself.
+    The warning names settings that can help. Weights computed on the training tokens can only lose what length limits
+    cut, which is logged separately.
     """
     if source.tokens == "train" or not arrived.is_low:
         return None
@@ -291,27 +295,27 @@ def describe_loss(
     if align is AlignMethod.LEVENSHTEIN:
         helps.append("align.method=characters")
     cut = sum(tally.count_starting_with(words.format(side)) for words in (CUT, CUT_IN_FRONT) for side in SIDES)
-    cuts = f", with those on the {cut} pieces that lengths.max_length cut from responses" if cut else ""
-    what = f". What can help: {', '.join(helps)}" if helps else ""
+    cuts = f", as are those on the {cut} pieces that lengths.max_length cut from responses" if cut else ""
+    what = f". These settings can help: {', '.join(helps)}" if helps else ""
     return (
-        f"weights of {name_rows(source, rows)}: {arrived.text()}: the weights of tokens that match no "
+        f"weights of {describe_weight_origin(source, rows)}: {arrived.text()}: the weights of tokens that match no "
         f"training token are lost{cuts}{what}"
     )
 
 
-def name_rows(source: WeightSource, rows: Sequence[Row]) -> str:
-    """Returns where weights come from in words: the source, with its layers if it has any."""
+def describe_weight_origin(source: WeightSource, rows: Sequence[Row]) -> str:
+    """Names the weight source, with its layers if it has any."""
     layers = sorted({row.layer if isinstance(row, HeadRow) else row for row in rows} - {0})
     name = type(source).__name__
     return f"{name}, layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}" if layers else name
 
 
-def log_arrivals(readers: Readers, weighed: WeighingResult, encoded: EncodedSet, align: AlignRules) -> None:
-    """Logs coverage and kept mass of each stored layer, measured on a sample of this process's pairs, untransformed."""
+def log_coverage_by_layer(readers: Readers, weighed: WeighingResult, encoded: EncodedSet, align: AlignRules) -> None:
+    """Logs coverage and kept mass of every stored layer, without transforms, on a sample of this process's pairs."""
     pairs = select_calibration_pairs([pair for pair in encoded.pairs if pair.pair_id in weighed.captured], SAMPLE)
     sample = sample_as_splits(encoded, pairs)["train"]
     source, rows, captured = weighed.source, weighed.layers, weighed.captured
-    reader = readers.make(source)
+    reader = readers.make_reader(source)
     stored = source.capture_layers(weighed.depth)
     sources = [source]
     if rows == (getattr(source, "layer", None),) and len(stored) > 1:
@@ -321,8 +325,8 @@ def log_arrivals(readers: Readers, weighed: WeighingResult, encoded: EncodedSet,
     for one in sources if pairs else ():
         made = prepare_examples(sample, one, captured, align, rows)
         if not made.examples:
-            continue  # what dropped them all is counted with the data
+            continue  # the data's counts already show why all were dropped
         arrived, read = Arrival.of(made.examples), one.rows_read()
-        log.info("weights of %s: %s (%d pairs)", name_rows(one, read), arrived.text(), len(made.examples))
-        if (lost := describe_loss(one, reader, align.method, read, arrived, made.tally)) is not None:
+        log.info("weights of %s: %s (%d pairs)", describe_weight_origin(one, read), arrived.text(), len(made.examples))
+        if (lost := describe_lost_weights(one, reader, align.method, read, arrived, made.tally)) is not None:
             log.warning("%s", lost)

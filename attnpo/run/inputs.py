@@ -1,4 +1,4 @@
-"""From a composed config to training examples: the data module of a run, its pairs read, encoded and weighed."""
+"""From a config to training examples: reads, encodes and weighs the pairs of a run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ from attnpo.display.weighed_pair import WeighedPair, pair_with_weights
 from attnpo.models.described import position_warning
 from attnpo.models.loading import load_text_config
 from attnpo.models.spec import ModelSpec
-from attnpo.run.identity import identity_of
-from attnpo.run.point_cache import Memory
+from attnpo.run.identity import make_identity
+from attnpo.run.point_cache import PointCache
 from attnpo.run.resolve import BaseModel, Readers
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError
@@ -33,8 +33,8 @@ from attnpo.weights.capture import LogpPair
 class Inputs:
     """Pairs, weights and training examples of both splits.
 
-    ``recipe``: how the weights were made; ``overlap``: what validation shares with training; ``measured``: what
-    examples are like; ``layer_choice``: the record of the layer found.
+    ``recipe``: how the weights were computed. ``overlap``: pairs shared by validation and training. ``measured``:
+    statistics of the examples. ``layer_choice``: record of the layer search.
     """
 
     pairs: dict[str, PairSet]
@@ -46,15 +46,15 @@ class Inputs:
     layer_choice: Mapping[str, object] | None = None
 
 
-def encode(pairs: Mapping[str, PairSet], base: BaseModel, rules: LengthRules) -> EncodedTexts:
-    """Returns the training ids of both splits under length rules. UserError beyond the model's positions."""
+def encode_splits(pairs: Mapping[str, PairSet], base: BaseModel, rules: LengthRules) -> EncodedTexts:
+    """Encodes both splits under the length rules. Raises UserError for rows longer than the model's positions."""
     texts = prepared.encode(pairs, base.chat, rules, base.store)
     check_positions(base.spec, texts.encoded)
     return texts
 
 
 def check_positions(model: ModelSpec, encoded: Mapping[str, EncodedSet]) -> None:
-    """Raises UserError for a row that is longer than the model's positions, with the length that can be had."""
+    """Raises UserError for a row longer than the model's positions, and names a length that works."""
     for split, found in encoded.items():
         lengths = count_row_tokens(found.encoded).longest_branch.tolist()
         longest = max(lengths, default=0)
@@ -67,21 +67,21 @@ def check_positions(model: ModelSpec, encoded: Mapping[str, EncodedSet]) -> None
 
 
 def read_inputs(cfg: RunConfig, base: BaseModel, readers: Readers) -> Inputs:
-    """Returns everything before the policy: pairs, weights (from the store or computed), training examples.
+    """Returns all inputs of training: pairs, weights (from the store or computed) and examples.
 
-    ``base`` and ``readers``: of the resolved configuration (``resolve``).
+    ``base`` and ``readers``: from the resolved config (``resolve``).
     """
-    cfg.batch.accumulation_steps(planned_processes(cfg.trainer))  # refuses what cannot be split evenly
-    identity = identity_of(cfg)
+    cfg.batch.accumulation_steps(planned_processes(cfg.trainer))  # checks that the batch divides evenly
+    identity = make_identity(cfg)
     by_texts: dict[str, object] = {"what": "pairs", **{name: cfg.values[name] for name in ("data", "model", "lengths")}}
 
-    def read() -> EncodedTexts:
+    def load_texts() -> EncodedTexts:
         pairs = prepared.read_pairs(cfg.data, cfg.weights, base.store)
         return prepared.encode(pairs, base.chat, cfg.lengths, base.store)
 
-    texts = _memory.recall(lambda: by_texts, read, _pairs_in)
+    texts = _memory.get_or_make(lambda: by_texts, load_texts, _count_pairs)
     check_positions(base.spec, texts.encoded)
-    source, choice = cfg.auto_layer.settle(cfg.weights, readers, texts.encoded["train"])
+    source, choice = cfg.auto_layer.resolve_layer(cfg.weights, readers, texts.encoded["train"])
     by_weights: dict[str, object] = {
         "what": "weights",
         **identity.inputs,
@@ -89,16 +89,16 @@ def read_inputs(cfg: RunConfig, base: BaseModel, readers: Readers) -> Inputs:
         "layer": getattr(source, "layer", None),
     }
 
-    def weigh() -> tuple[ExampleRecipe, WeighedSplits]:
-        recipe = ExampleRecipe(source, readers.make(source), [*cfg.transforms.values()], cfg.align, cfg.data)
-        return recipe, prepared.make_examples(recipe, texts, base.store, base.device, readers.refill)
+    def weigh_texts() -> tuple[ExampleRecipe, WeighedSplits]:
+        recipe = ExampleRecipe(source, readers.make_reader(source), [*cfg.transforms.values()], cfg.align, cfg.data)
+        return recipe, prepared.make_examples(recipe, texts, base.store, base.device, readers.refill_command)
 
-    recipe, made = _memory.recall(lambda: by_weights, weigh, _examples_in)
+    recipe, made = _memory.get_or_make(lambda: by_weights, weigh_texts, _count_examples)
     return Inputs(texts.pairs, made.weighed, made.sets, recipe, texts.overlap, made.measured, choice)
 
 
 def write_training_prompts(inputs: Inputs, folder: Path) -> None:
-    """Leaves the digests of the prompts that a run trains on in its folder, for evaluations of its models."""
+    """Writes digests of the training prompts to the run folder, so that evaluations can detect them."""
     examples, pairs = inputs.examples["train"].examples, inputs.pairs["train"].pairs
     if isinstance(examples, ExampleRows):
         write_prompt_digests(folder, examples.prompt_digests())
@@ -109,29 +109,29 @@ def write_training_prompts(inputs: Inputs, folder: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------ memory
 
-# More entries than a study has arms, with those whose weights read a beta; larger sets than a laptop's are not kept.
-_memory = Memory(entries=64, room=4096)  # pairs
+# Enough entries for the arms of a study, also if weights depend on beta; larger data sets are not kept.
+_memory = PointCache(entries=64, room=4096)  # pairs
 
 
-def _pairs_in(made: EncodedTexts) -> int:
+def _count_pairs(made: EncodedTexts) -> int:
     return sum(part.read for part in made.encoded.values())
 
 
-def _examples_in(made: tuple[ExampleRecipe, WeighedSplits]) -> int:
+def _count_examples(made: tuple[ExampleRecipe, WeighedSplits]) -> int:
     return sum(part.read for part in made[1].sets.values())
 
 
-def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
-    """Returns a function from a token's id to its text."""
+def make_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
+    """Returns a function that decodes one token id to text."""
     return lambda token: str(tokenizer.decode([token]))
 
 
-def heat_rows(
+def heat_map_pairs(
     inputs: Inputs, tokenizer: PreTrainedTokenizerBase, count: int, policy: Mapping[str, LogpPair] | None = None
 ) -> list[WeighedPair]:
-    """Returns the first ``count`` training pairs with their weights, and the judge's verdicts where it was asked.
+    """Returns the first ``count`` training pairs with their weights and the judge's verdicts, if any.
 
-    None where training computes the weights. ``policy``: log-probabilities of pairs' tokens after training, by id.
+    Empty if weights are computed during training. ``policy``: log-probabilities of tokens after training, by pair id.
     """
     if isinstance(inputs.weighed.source, OnlineSource):
         return []
@@ -143,5 +143,5 @@ def heat_rows(
         scores = [{name: both[side] for name, both in known.items() if both is not None} for side in range(2)]
         captured = inputs.weighed.captured.get(example.pair_id)
         pair = pairs[example.pair_id]
-        rows.append(pair_with_weights(pair, example, decoder(tokenizer), captured, scores))
+        rows.append(pair_with_weights(pair, example, make_decoder(tokenizer), captured, scores))
     return rows

@@ -1,6 +1,6 @@
-"""Memory check of a run before a model loads: does it fit, and what every ``auto`` of its model and batch becomes.
+"""Memory check of a run before any model loads: whether it fits, and the values of ``auto`` for model and batch.
 
-An ``auto`` is the quickest choice that has room, then as large as it can be.
+An ``auto`` becomes the fastest choice that fits, then as large as possible.
 """
 
 import logging
@@ -35,8 +35,8 @@ BUDGETS = ("tokens", "eval_tokens")
 
 
 @dataclass(frozen=True)
-class Planned(RootConfig):
-    """Parts of a configuration that decide the memory of its training; the packages it needs may be absent."""
+class MemoryConfig(RootConfig):
+    """Part of a config that decides the memory of training; optional packages may be missing."""
 
     model: ModelSpec
     objective: PreferenceObjective
@@ -49,10 +49,10 @@ class Planned(RootConfig):
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """Model and batch of a training as they are asked for, with their ``auto``: what decides its memory.
+class MemoryPlan:
+    """Settings that decide the memory of a training, with unresolved ``auto`` in model and batch.
 
-    ``reference``: its kind, None where the objective reads none. ``moments``: number format of the optimiser's.
+    ``reference``: kind of reference, None if the objective reads none. ``moments``: dtype of the optimiser's moments.
     """
 
     model: ModelSpec
@@ -63,12 +63,12 @@ class Footprint:
     reference: str | None
 
     @property
-    def least(self) -> BatchPlan:
-        """Returns the batch with every ``auto`` at its least."""
+    def smallest_batch(self) -> BatchPlan:
+        """Returns the batch with the smallest value for every ``auto``."""
         return self.batch.resolve_auto(self.max_length)
 
     def estimate(self, config: PretrainedConfig, model: ModelSpec, batch: BatchPlan) -> MemoryEstimate:
-        """Estimates what training needs on each device with these choices for model and batch."""
+        """Estimates the memory that training with this model and batch needs on each device."""
         return estimate_training(
             config,
             model,
@@ -84,8 +84,8 @@ class Footprint:
             eval_tokens=batch.eval_token_budget,
         )
 
-    def capacity(self) -> int | None:
-        """Returns bytes of this process's device, of several those of the node's smallest GPU; None without."""
+    def device_memory(self) -> int | None:
+        """Returns the bytes of this device, or of the node's smallest GPU with several processes; None if unknown."""
         own = device_memory(inference_device(self.trainer.accelerator))
         if own is None or planned_processes(self.trainer) == 1:
             return own
@@ -93,88 +93,90 @@ class Footprint:
         return min(own, *seen)
 
 
-def footprint(cfg: RunConfig | Planned) -> Footprint:
-    """Returns what decides the memory of a configuration's training."""
+def make_memory_plan(cfg: RunConfig | MemoryConfig) -> MemoryPlan:
+    """Returns the settings of a config that decide the memory of its training."""
     reads = cfg.objective.requires | online_reads(cfg.weights)
     reference = cfg.reference if "reference" in reads else None
-    return Footprint(cfg.model, cfg.batch, cfg.lengths.max_length, cfg.trainer, cfg.optimizer.moments, reference)
+    return MemoryPlan(cfg.model, cfg.batch, cfg.lengths.max_length, cfg.trainer, cfg.optimizer.moments, reference)
 
 
 # ------------------------------------------------------------------------------------------------ does it fit
 
 
 def require_device(accelerator: str) -> None:
-    """Raises UserError when hardware asks for a GPU and there is none."""
+    """Raises UserError if the config requires a GPU and there is none."""
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise UserError(
-            f"trainer.accelerator={accelerator}, but no CUDA device is visible: leave hardware= out, or set "
-            "trainer.accelerator=auto, to run on the CPU; or check CUDA_VISIBLE_DEVICES and the driver"
+            f"trainer.accelerator={accelerator}, but no CUDA device is visible: to run on the CPU, leave out hardware= "
+            "or set trainer.accelerator=auto; otherwise check CUDA_VISIBLE_DEVICES and the driver"
         )
 
 
-def log_training(
-    plan: Footprint, model: ModelSpec, batch: BatchPlan, overrides: Sequence[str], config_dir: Path | None
+def log_training_memory(
+    plan: MemoryPlan, model: ModelSpec, batch: BatchPlan, overrides: Sequence[str], config_dir: Path | None
 ) -> None:
-    """Logs what training needs, whether the device holds it, and else the ``alternatives`` to ``overrides``."""
+    """Logs the memory that training needs and whether it fits; if not, also options of ``hardware`` to choose from."""
     config, capacity = (
         load_config(model.path, model.revision),
         device_memory(inference_device(plan.trainer.accelerator)),
     )
-    with estimating(model.path):
+    with tolerate_failed_estimate(model.path):
         found = plan.estimate(config, model, batch)
         others = {}
         if capacity is not None and not found.fits(capacity):
-            others = dict(alternatives(config, overrides, config_dir))
+            others = dict(estimate_hardware_options(config, overrides, config_dir))
         log_once(found.lines(capacity, others))
 
 
-def log_judge(judge: RunJudge, device: torch.device) -> None:
-    """Logs what the judge pass needs, and whether the device holds it if there is one."""
+def log_judge_memory(judge: RunJudge, device: torch.device) -> None:
+    """Logs the memory that the judge needs, and whether it fits the device."""
     capacity = device_memory(device)
     budget = judge.budget(capacity)
     if judge.settings.token_budget == AUTO:
         log_once([f"judge.token_budget={AUTO}: {budget:,} tokens per forward"])
-    with estimating(judge.path):
+    with tolerate_failed_estimate(judge.path):
         log_once(judge.estimate(budget).lines(capacity))
 
 
 @contextmanager
-def estimating(path: str) -> Iterator[None]:
-    """Opens a context in which an estimate that fails is a warning: configs of some kinds say less than it needs."""
+def tolerate_failed_estimate(path: str) -> Iterator[None]:
+    """Logs a failed estimate as a warning and continues, because some model configs lack the numbers it needs."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001  # configs of any model; the run does not need the estimate
         words = " ".join(str(error).split())[:200]
-        log.warning("memory is not estimated: the config of %s cannot be read for it (%s)", path, words)
+        log.warning("cannot estimate memory from the config of %s (%s)", path, words)
 
 
-def alternatives(
+def estimate_hardware_options(
     config: PretrainedConfig, overrides: Sequence[str], config_dir: Path | None
 ) -> Iterator[tuple[str, MemoryEstimate]]:
-    """Yields the same command under every option of the group hardware that this machine has the devices for."""
+    """Yields every option of the group ``hardware`` that this machine has enough devices for, with its estimate."""
     given = [word for word in overrides if not str(word).startswith("hardware=")]
     for option in list_groups(config_dir).get("hardware", []):
         try:
-            plan = footprint(parse_subset(compose("fit", [*given, f"hardware={option}"], config_dir), Planned))
-        except UserError:  # its keys contradict those given
+            plan = make_memory_plan(
+                parse_subset(compose("fit", [*given, f"hardware={option}"], config_dir), MemoryConfig)
+            )
+        except UserError:  # the option contradicts the given overrides
             continue
         if planned_processes(plan.trainer) <= max(1, torch.cuda.device_count()):
-            yield f"hardware={option}", plan.estimate(config, plan.model, plan.least)
+            yield f"hardware={option}", plan.estimate(config, plan.model, plan.smallest_batch)
 
 
 # ------------------------------------------------------------------------------------------------ what auto becomes
 
 
-def fit_memory(plan: Footprint) -> tuple[ModelSpec, BatchPlan]:
-    """Decides every ``auto`` of model and batch by the memory estimate, and logs the reason once.
+def fit_memory(plan: MemoryPlan) -> tuple[ModelSpec, BatchPlan]:
+    """Resolves every ``auto`` of model and batch by the memory estimate, and logs the reason once.
 
-    Takes the first of ``ModelSpec.memory_choices`` that fits the device with the smallest budgets, then the largest
-    budgets that still fit. Takes the choice of least memory if none fits or there is no estimate. The saved config
-    keeps ``auto``.
+    Takes the first of ``ModelSpec.memory_choices`` that fits with the smallest budgets, then the largest budgets that
+    fit. If nothing fits or there is no estimate, takes the choice that needs least memory. The saved config keeps
+    ``auto``.
     """
-    asked, batch = plan.model, plan.least
+    asked, batch = plan.model, plan.smallest_batch
     if asked.compile == AUTO:
         backend, reason = asked.backend(inference_device(plan.trainer.accelerator).type)
         asked = replace(asked, compile=backend)
@@ -183,71 +185,73 @@ def fit_memory(plan: Footprint) -> tuple[ModelSpec, BatchPlan]:
     if batch == plan.batch and len(choices) == 1:
         return asked, batch
     estimates: list[MemoryEstimate] = []
-    capacity = plan.capacity()
-    place, why = len(choices) - 1, "of least memory: there is no estimate"
-    with estimating(asked.path):
+    capacity = plan.device_memory()
+    place, why = len(choices) - 1, "the one that needs least memory, because there is no estimate"
+    with tolerate_failed_estimate(asked.path):
         config = load_config(asked.path, asked.revision)
         estimates = [plan.estimate(config, choice, batch) for choice in choices]
-        place, why = chosen(estimates, capacity)
+        place, why = choose_quickest_fit(estimates, capacity)
         if capacity is not None and estimates[place].fits(capacity):
-            batch = fill_card(plan, config, choices[place], capacity)
-    log_once(_lines(plan, choices, estimates, place, why, batch))
+            batch = maximize_token_budgets(plan, config, choices[place], capacity)
+    log_once(_decision_lines(plan, choices, estimates, place, why, batch))
     return choices[place], batch
 
 
-def fill_card(plan: Footprint, config: PretrainedConfig, model: ModelSpec, capacity: int) -> BatchPlan:
-    """Makes every ``auto`` of a batch as large as a device of so many bytes holds, at most a share of a step."""
-    least = plan.least
+def maximize_token_budgets(plan: MemoryPlan, config: PretrainedConfig, model: ModelSpec, capacity: int) -> BatchPlan:
+    """Sets every ``auto`` budget of the batch to the largest that fits ``capacity`` bytes, at most a process's step."""
+    least = plan.smallest_batch
     share = min(MOST, 2 * plan.max_length * -(-least.pairs // planned_processes(plan.trainer)))
 
-    def fits(batch: BatchPlan) -> bool:
+    def has_room(batch: BatchPlan) -> bool:
         return plan.estimate(config, model, batch).fits(capacity)
 
     made, floors = least, (least.token_budget, least.eval_token_budget)
     if plan.batch.tokens == AUTO and floors[0] is not None:
-        made = replace(made, tokens=max_token_budget(lambda most: fits(replace(least, tokens=most)), floors[0], share))
+        made = replace(
+            made, tokens=max_token_budget(lambda most: has_room(replace(least, tokens=most)), floors[0], share)
+        )
     if plan.batch.eval_tokens == AUTO and floors[1] is not None:
         made = replace(
-            made, eval_tokens=max_token_budget(lambda most: fits(replace(least, eval_tokens=most)), floors[1])
+            made, eval_tokens=max_token_budget(lambda most: has_room(replace(least, eval_tokens=most)), floors[1])
         )
     return made
 
 
-def chosen(estimates: Sequence[MemoryEstimate], capacity: int | None) -> tuple[int, str]:
-    """Returns which of some estimates, the quickest choice's first, is taken on a device of so many bytes, and why."""
+def choose_quickest_fit(estimates: Sequence[MemoryEstimate], capacity: int | None) -> tuple[int, str]:
+    """Returns the index of the first (fastest) estimate that fits ``capacity`` bytes, and the reason for the choice."""
     if capacity is None:
-        return len(estimates) - 1, "of least memory: there is no GPU whose memory could be read"
+        return len(estimates) - 1, "the one that needs least memory, because no GPU memory could be read"
     for place, estimate in enumerate(estimates):
         if estimate.fits(capacity):
-            return place, f"the quickest that fits the device's {capacity / GIB:.1f} GiB"
-    return len(estimates) - 1, f"of least memory: none fits the device's {capacity / GIB:.1f} GiB"
+            return place, f"the fastest that fits the device's {capacity / GIB:.1f} GiB"
+    return len(estimates) - 1, f"the one that needs least memory, but it exceeds the device's {capacity / GIB:.1f} GiB"
 
 
-def decision(asked: ModelSpec, made: ModelSpec) -> tuple[str, str, str]:
-    """Returns what was left to the estimate, what it became, and what to set instead, in words."""
+def describe_decision(asked: ModelSpec, made: ModelSpec) -> tuple[str, str, str]:
+    """Returns the ``auto`` keys, their resolved values, and the settings that replace ``auto``, as texts."""
     keys = [key for key in (*KEYS, "compile") if getattr(asked, key) == AUTO]
-    what = _name_parts([f"model.{key}" for key in keys])
+    what = _join_auto_keys([f"model.{key}" for key in keys])
     least = replace(asked.memory_choices()[-1], compile=None)
     instead = " ".join(f"model.{key}={str(getattr(least, key)).lower().replace('none', 'null')}" for key in keys)
-    return what, _words(made), f"set {instead} for all processes"
+    return what, _describe_choice(made), f"set {instead} for all processes"
 
 
-def _name_parts(keys: Sequence[str]) -> str:
+def _join_auto_keys(keys: Sequence[str]) -> str:
     *others, last = (f"{key}={AUTO}" for key in keys)
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _words(choice: ModelSpec) -> str:
+def _describe_choice(choice: ModelSpec) -> str:
     blocks = "activations kept"
     if choice.uses_checkpointing:
         every = "" if choice.checkpoint_every == 1 else f" of one block in {choice.checkpoint_every}"
-        blocks = f"activations{every} computed again"
+        blocks = f"activations{every} recomputed"
     compiled = "" if choice.compile is None else ", blocks compiled"
     return f"{blocks}, {choice.chunk} tokens at once through the vocabulary head{compiled}"
 
 
-def _lines(
-    plan: Footprint,
+def _decision_lines(
+    plan: MemoryPlan,
     choices: Sequence[ModelSpec],
     estimates: Sequence[MemoryEstimate],
     place: int,
@@ -256,11 +260,11 @@ def _lines(
 ) -> list[str]:
     keys = [f"model.{key}" for key in KEYS if getattr(plan.model, key) == AUTO]
     keys += [f"batch.{key}" for key in BUDGETS if getattr(plan.batch, key) == AUTO]
-    made = [_words(choices[place])]
+    made = [_describe_choice(choices[place])]
     made += [f"{batch.token_budget:,} tokens per forward"] if batch.token_budget else []
     made += [f"{batch.eval_token_budget:,} in validation"] if batch.eval_token_budget else []
-    lines = [f"{_name_parts(keys)}: {', '.join(made)} ({why})"]
+    lines = [f"{_join_auto_keys(keys)}: {', '.join(made)} ({why})"]
     for choice, estimate in zip(choices, estimates, strict=False):
         unit, name = (GIB, "GiB") if estimate.total >= GIB else (MIB, "MiB")
-        lines.append(f"  {estimate.total / unit:8.2f} {name} estimated: {_words(choice)}")
+        lines.append(f"  {estimate.total / unit:8.2f} {name} estimated: {_describe_choice(choice)}")
     return lines

@@ -1,6 +1,6 @@
-"""First and last lines of a run: what is about to be done, what came out, and what to do next.
+"""First and last log lines of a run: what it is about to do, its outcome, and the next steps.
 
-Only the process that leads a job speaks; a study's points log into their own files. Light: nothing heavy is loaded.
+Logged only by the leading process of a job; a study's points log to their own files. Light: loads nothing heavy.
 """
 
 import logging
@@ -22,8 +22,8 @@ from attnpo.weights.base import WeightSource
 log = logging.getLogger(__name__)
 
 
-def announce(command: str, cfg: RunConfig, folder: Path | None, budget: str | None = None) -> None:
-    """Logs six lines on what ``command`` is about to do, and where it writes; ``budget``: a study's own."""
+def log_opening_lines(command: str, cfg: RunConfig, folder: Path | None, budget: str | None = None) -> None:
+    """Logs six lines about what ``command`` will do and where it writes. ``budget``: a study's own."""
     choices, later, objective = cfg.composed.choices, cfg.chosen_later(), cfg.objective
     built = None
     if cfg.prepare is not None:
@@ -34,7 +34,7 @@ def announce(command: str, cfg: RunConfig, folder: Path | None, budget: str | No
     )
     lora = f", LoRA of rank {cfg.model.lora.rank}" if cfg.model.lora is not None else ""
     reference = f"; reference {cfg.reference}" if "reference" in objective.requires else ""
-    weights = loss = "each arm's own"
+    weights = loss = "set by each arm"
     if "weights" not in later:
         name = choices.get("weights") or type(cfg.weights).__name__
         weights = _describe_weights(name, cfg.weights, cfg.judge.path or "the model itself", cfg.transforms)
@@ -76,14 +76,14 @@ def _describe_device(seed: int, trainer: TrainerSettings) -> str:
     return f"seed {seed}, {device}{f', {processes} processes' if processes > 1 else ''}"
 
 
-LOW_RATE = 1e-5  # for adapters, which start at no update at all; of rates for all weights 1e-6 is a common one
+LOW_RATE = 1e-5  # for adapters, whose update starts at 0; 1e-6 is common when all weights are trained
 
 
-def warn_low_rate(rate: float) -> None:
-    """Warns of adapters under a learning rate that is meant for all weights."""
+def warn_low_learning_rate(rate: float) -> None:
+    """Warns about training adapters with a learning rate that suits full training."""
     if rate < LOW_RATE:
         line = (
-            f"optimizer.lr={rate:g} is too low for adapters (model.lora), which hardly move at it: "
+            f"optimizer.lr={rate:g} is too low for adapters (model.lora), which would hardly change: "
             f"set optimizer.lr={LOW_RATE:g} or more (1e-4 is common)"
         )
         log_once([line], logging.WARNING)
@@ -93,7 +93,7 @@ _said: set[str] = set()
 
 
 def log_once(lines: Iterable[str], level: int = logging.INFO) -> None:
-    """Logs the lines that this process has not logged yet: the points of a study share most of them."""
+    """Logs lines that this process has not logged yet, because the points of a study share most of them."""
     for line in lines:
         if line not in _said:
             _said.add(line)
@@ -105,48 +105,48 @@ def log_once(lines: Iterable[str], level: int = logging.INFO) -> None:
 PLACES = ("name", "resume")
 
 
-def ending(composed: Composition, seed: int, folder: Path, result: RunResult) -> Iterator[str]:
-    """Yields the outcome of a finished run, then up to three commands, each on a line of its own."""
-    yield f"came out: {outcome_text(result)}"
-    yield f"page and all numbers: {folder}"
-    yield "next, each as it can be pasted:"
+def closing_lines(composed: Composition, seed: int, folder: Path, result: RunResult) -> Iterator[str]:
+    """Yields the outcome of a finished run, then up to three commands for next steps, one per line."""
+    yield f"result: {outcome_text(result)}"
+    yield f"report and raw numbers: {folder}"
+    yield "next steps:"
     for text in next_commands(composed, seed, folder):
         yield f"  {text}"
 
 
 def outcome_text(result: RunResult) -> str:
-    """Returns the outcome in words; one run tells nothing of other weights, which is said."""
+    """Describes the outcome in words, including that a single run allows no comparison."""
     if result.truth is not None:
         scores = result.truth["test"].numbers
         text = (
-            f"on held-out prompts the true reward is {scores['reward']:.3f}, the base's {scores['base_reward']:.3f}; "
-            f"the answer is the better one in {100 * scores['win_rate']:.0f} %, at a KL of {scores['kl']:.2f}"
+            f"on held-out prompts the true reward is {scores['reward']:.3f} (base {scores['base_reward']:.3f}); the "
+            f"policy's answer wins in {100 * scores['win_rate']:.0f} % of the cases, at KL {scores['kl']:.2f}"
         )
     else:
         loss, first = (result.metrics.get(name, math.nan) for name in ("val/loss", "first/val/loss"))
         share = result.metrics.get("val/rewards/accuracies", math.nan)
         text = (
-            f"validation loss {loss:.4f} ({first:.4f} before training), chosen above rejected in {100 * share:.0f} % "
-            "of the validation pairs"
+            f"validation loss {loss:.4f} ({first:.4f} before training), ranking accuracy {100 * share:.0f} % on the "
+            "validation pairs"
         )
         text += f" ({result.overlap_warning})" if result.overlap_warning else ""
     if result.training_warning is not None:
         return f"{text}. WARNING: {result.training_warning}"
-    return f"{text}. One run, nothing to compare it with"
+    return f"{text}. This is a single run, so there is nothing to compare it with"
 
 
 def next_commands(composed: Composition, seed: int, folder: Path) -> list[str]:
-    """Returns commands for the run's table, another seed, and its like with other weights, if ``fit`` takes it."""
+    """Returns commands for the run's table, another seed, and the same run with other weights if ``fit`` accepts it."""
     uniform = composed.choices.get("weights") == "uniform"
     other, objective = ("attention", "twdpo") if uniform else ("uniform", "dpo")
     twins = [(f"weights={other}",), (f"weights={other}", f"objective={objective}")]
     other_seed = replace(composed, overrides=_replace_overrides(composed, f"seed={seed + 1}")).arguments()
-    found = [other_seed, next(filter(None, (_fresh(composed, *twin) for twin in twins)), None)]
+    found = [other_seed, next(filter(None, (_fit_arguments(composed, *twin) for twin in twins)), None)]
     return [command_text("report", str(folder)), *(command_text("fit", *words) for words in found if words)]
 
 
-def _fresh(composed: Composition, *given: str) -> list[str] | None:
-    """Returns what ``fit`` is given for this run with other choices, in a folder of its own; None where it refuses."""
+def _fit_arguments(composed: Composition, *given: str) -> list[str] | None:
+    """Returns the arguments of ``fit`` for this run with other overrides, in a new folder; None if it rejects them."""
     try:
         again: RunConfig = load("fit", _replace_overrides(composed, *given), composed.config_dir)
     except UserError:
@@ -155,16 +155,16 @@ def _fresh(composed: Composition, *given: str) -> list[str] | None:
 
 
 def _replace_overrides(composed: Composition, *given: str) -> tuple[str, ...]:
-    """Returns the run's overrides with others in place of their like, and without those of its folder."""
-    replaced = {*PLACES, *map(_key, given)}
-    return (*(item for item in composed.overrides if _key(item).partition(".")[0] not in replaced), *given)
+    """Returns the run's overrides with ``given`` in place of the same keys, and without those of its folder."""
+    replaced = {*PLACES, *map(_override_key, given)}
+    return (*(item for item in composed.overrides if _override_key(item).partition(".")[0] not in replaced), *given)
 
 
-def again(composed: Composition, name: str) -> list[str]:
-    """Returns what ``fit`` is given to go on with the run in the folder ``name`` below ``output``."""
-    kept = [item for item in composed.overrides if _key(item) not in PLACES]
+def resume_arguments(composed: Composition, name: str) -> list[str]:
+    """Returns the arguments of ``fit`` for resuming the run in the folder ``name`` under ``output``."""
+    kept = [item for item in composed.overrides if _override_key(item) not in PLACES]
     return replace(composed, overrides=(*kept, format_override("name", name), "resume=auto")).arguments()
 
 
-def _key(item: str) -> str:
+def _override_key(item: str) -> str:
     return item.lstrip("+~").partition("=")[0]

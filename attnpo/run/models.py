@@ -1,6 +1,6 @@
-"""Policy a run trains and the reference it is held against: loaded live, or read as stored log-probabilities.
+"""Policy that a run trains and its reference, as a live model or as stored log-probabilities.
 
-A stored reference is per-token float32 log-probabilities, so that no second model is held.
+A stored reference is float32 log-probabilities per token, so that no second model is in memory.
 """
 
 import logging
@@ -33,7 +33,7 @@ from attnpo.models.router import check_router, log_unused_coefficient
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.models.trial import VERSION, check_trainable, needs_separate_rows, select_layout
-from attnpo.run.memory import Footprint, fit_memory
+from attnpo.run.memory import MemoryPlan, fit_memory
 from attnpo.run.resolve import BaseModel
 from attnpo.schema import SIDES, UserError, digest
 from attnpo.system.files import Json, read_record, write_record
@@ -46,14 +46,14 @@ log = logging.getLogger(__name__)
 
 PAIRS_PER_SHARD = 1024
 BYTES_PER_TOKEN = 4
-LAYOUT_TRIALS = "layouts"  # the store's folder of layouts that models could take
-LOAD_TRIALS = "loaded"  # and of models that could be loaded and run
-COMPILE_TRIALS = "compiled"  # and of compiled blocks that were compared with plain ones
-COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder in which torch keeps compiled code
+LAYOUT_TRIALS = "layouts"  # folder in the store: which layouts models support
+LOAD_TRIALS = "loaded"  # folder in the store: which models load and run
+COMPILE_TRIALS = "compiled"  # folder in the store: comparisons of compiled blocks with plain ones
+COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"  # environment variable for torch's folder of compiled code
 
 
 @phase("reference pass")
-def fill_reference(
+def fill_reference_table(
     base: BaseModel,
     table: StoreTable,
     sets: Mapping[str, ExampleSet],
@@ -62,10 +62,10 @@ def fill_reference(
     refill: str,
     shard: tuple[int, int] | None = None,
 ) -> None:
-    """Computes what the examples lack in a table of reference log-probabilities, and adds it.
+    """Computes the reference log-probabilities that ``table`` lacks for the examples, and adds them.
 
-    ``model`` is the reference. ``shard`` (rank, ranks) computes only every ranks-th example; without it a job of
-    several processes is refused: ``refill`` is the command that fills the store.
+    ``model``: the reference. ``shard`` (rank, ranks): compute only every ranks-th example. Without it, raises UserError
+    in a job of several processes; ``refill`` is the command that fills the store.
     """
     places: dict[str, tuple[Sequence[TrainingExample], int, int]] = {}
     for made in sets.values():
@@ -78,8 +78,8 @@ def fill_reference(
     log_store("reference log-probs", table, len(wanted), len(lacking), BYTES_PER_TOKEN * tokens)
     if lacking and shard is None and world_size() > 1:
         raise UserError(
-            "reference log-probs are missing in the store and this job has several processes; fill the store first: "
-            + refill
+            "reference log-probs are missing from the store, which a job of several processes cannot fill; fill it "
+            "first with: " + refill
         )
     if not lacking:
         return
@@ -97,9 +97,9 @@ def fill_reference(
 def choose_layout(
     base: BaseModel, layout: str, reference: str, models: Sequence[ScoredLM], requests: Collection[str] = ()
 ) -> Layout:
-    """Takes the layout that the store keeps for this model, device and versions; else tries which one, and keeps it.
+    """Returns the layout stored for this model, device and versions; otherwise tries the layouts and stores the result.
 
-    ``reference``: its kind; ``models`` and ``requests``: as for ``trial.choose``, which also says what is refused.
+    ``reference``: its kind. ``models``, ``requests`` and errors: as in ``trial.select_layout``.
     """
     if layout == "padded" or not all(is_materialised(model.model) for model in models):
         return select_layout(layout, models, requests, base.device)
@@ -109,28 +109,28 @@ def choose_layout(
         "reference": reference,
         "requests": [name for name in sorted(requests) if needs_separate_rows(name)],
     }
-    trial = _Trial.of(base, LAYOUT_TRIALS, facts)
+    trial = _TrialRecord.for_model(base, LAYOUT_TRIALS, facts)
     kept = (read_record(trial.path) or {}).get("taken")
     if kept in LAYOUTS:
-        log.info("layout %s: tried before with this model, device and versions, as the store says", kept)
+        log.info("layout %s: from an earlier trial with this model, device and versions, in the store", kept)
         return LAYOUTS[kept]
     taken = select_layout(layout, models, requests, base.device)
-    trial.keep(taken=_name(taken))
+    trial.save(taken=_layout_name(taken))
     return taken
 
 
-def _name(layout: Layout) -> str:
+def _layout_name(layout: Layout) -> str:
     return next(name for name, other in LAYOUTS.items() if other is layout)
 
 
-class _Trial(NamedTuple):
-    """Record that the store keeps of a trial of the run's model: known by weights, formats, device, versions."""
+class _TrialRecord(NamedTuple):
+    """Stored record of a trial of the run's model, keyed by weights, dtypes, device and versions."""
 
     path: Path
     facts: Mapping[str, object]
 
     @classmethod
-    def of(cls, base: BaseModel, folder: str, more: Mapping[str, object]) -> "_Trial":
+    def for_model(cls, base: BaseModel, folder: str, more: Mapping[str, object]) -> "_TrialRecord":
         device = base.device
         facts = {
             **more,
@@ -140,37 +140,37 @@ class _Trial(NamedTuple):
         }
         return cls(Path(base.store.root) / folder / f"{digest(facts)[:20]}.json", facts)
 
-    def keep(self, **found: Json) -> None:
+    def save(self, **found: Json) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_record(self.path, {"of": self.facts, **found})
 
 
 def reference_table(base: BaseModel, rules: LengthRules) -> StoreTable:
-    """Returns the store's table of reference log-probabilities under length rules."""
+    """Returns the store's table of reference log-probabilities under the given length rules."""
     limits = rules.max_prompt_length, rules.max_length
     key = reference_key(base.fingerprint(), base.chat.fingerprint(), *limits, keep=rules.keep.value)
     return base.store.table(REFERENCE, key)
 
 
-def with_reference(store: Path, table: StoreTable, made: ExampleSet) -> Sequence[TrainingExample]:
-    """Returns a split's examples with the stored log-probs; UserError when one is missing or of another length."""
+def add_reference_logps(store: Path, table: StoreTable, made: ExampleSet) -> Sequence[TrainingExample]:
+    """Returns a split's examples with stored log-probabilities. Raises UserError if one is missing or misfits."""
     examples, ids = made.examples, get_pair_ids(made.examples)
     chosen, rejected = (counts.tolist() for counts in count_row_tokens(examples).responses)
 
-    def load(places: Sequence[int]) -> list[LogpPair]:
+    def load_pairs(places: Sequence[int]) -> list[LogpPair]:
         lengths = {ids[place]: (chosen[place], rejected[place]) for place in places}
         stored = load_logps(table, list(lengths), lengths)
         return [stored[ids[place]] for place in places]
 
     if isinstance(examples, ExampleRows):
-        return prepare_logps(store, table, examples, load)
-    found = load(range(len(examples)))
+        return prepare_logps(store, table, examples, load_pairs)
+    found = load_pairs(range(len(examples)))
     return [replace(one, reference_logps=logps) for one, logps in zip(examples, found, strict=True)]
 
 
 @phase("loading the model")
-def load_start(base: BaseModel) -> PreTrainedModel:
-    """Returns the model that training starts from, in eval mode and without adapters."""
+def load_base_model(base: BaseModel) -> PreTrainedModel:
+    """Loads the model that training starts from, in eval mode and without adapters."""
     model = base.spec
     return load_model(
         model.path,
@@ -179,39 +179,42 @@ def load_start(base: BaseModel) -> PreTrainedModel:
         revision=model.revision,
         quantize=model.quantize,
         device=base.device,
-        tried=read_record(_Trial.of(base, LOAD_TRIALS, {}).path) is not None,
+        tried=read_record(_TrialRecord.for_model(base, LOAD_TRIALS, {}).path) is not None,
     )
 
 
 def load_policy(base: BaseModel) -> ScoredLM:
-    """Returns the model to train; under ``model.lora`` with fresh adapters, which change no number at first.
+    """Loads the model to train; with ``model.lora`` including new adapters, which change no output at first.
 
-    Under ``model.reward`` a reward model on the same base.
+    With ``model.reward``, loads a reward model on the same base.
     """
     spec = base.spec
     if spec.reward:
-        return _load_reward(base)
-    model, trial = load_start(base), _Trial.of(base, LOAD_TRIALS, {})  # kept once it is causal and runs in training
+        return _load_reward_policy(base)
+    model, trial = (
+        load_base_model(base),
+        _TrialRecord.for_model(base, LOAD_TRIALS, {}),
+    )  # saved once the model has been checked
     if read_record(trial.path) is None:
         check_trainable(model, spec.path)
-        trial.keep()
+        trial.save()
     if spec.lora is not None:
         add_lora(model, spec.lora)
     if spec.router_aux_loss_coef:
         check_router(model)
     else:
         log_unused_coefficient(model)
-    return _with_checkpointing(ScoredLM(model, chunk=spec.chunk), spec)
+    return _enable_checkpointing(ScoredLM(model, chunk=spec.chunk), spec)
 
 
-def _with_checkpointing(policy: ScoredLM, spec: ModelSpec) -> ScoredLM:
-    """Makes a policy compute its activations again in the backward pass where ``spec`` says so; returns it."""
+def _enable_checkpointing(policy: ScoredLM, spec: ModelSpec) -> ScoredLM:
+    """Turns on activation checkpointing if ``spec`` requests it; returns the policy."""
     if spec.uses_checkpointing:
         policy.model.activation_checkpointing_enable(every_n_layers=spec.checkpoint_every)
     return policy
 
 
-def _load_reward(base: BaseModel) -> ScoredLM:
+def _load_reward_policy(base: BaseModel) -> ScoredLM:
     spec = base.spec
     model = load_model(
         spec.path,
@@ -221,41 +224,41 @@ def _load_reward(base: BaseModel) -> ScoredLM:
         reward=True,
         fresh_head=True,
     )
-    model.config.pad_token_id = base.chat.rows.pad_id  # the library's classes look for a row's end by it
+    model.config.pad_token_id = base.chat.rows.pad_id  # transformers finds a row's last token by it
     model.to(base.device)  # type: ignore[arg-type]
-    return _with_checkpointing(RewardPolicy(model), spec)
+    return _enable_checkpointing(RewardPolicy(model), spec)
 
 
 def compile_policy(base: BaseModel, policy: ScoredLM, layout: Layout, *, required: bool) -> bool:
-    """Compiles the blocks of a policy that is to be trained in ``layout``, if ``model.compile`` says so.
+    """Compiles the blocks of a policy for training in ``layout``, if ``model.compile`` says so.
 
-    Returns False where blocks that are not ``required`` (``auto``) do not run or give other numbers; UserError for
-    those that are. A trial that came to numbers is kept in the store, and what torch compiles beside it.
+    Returns False if blocks that are not ``required`` (``auto``) do not run or give other numbers; raises UserError if
+    they are required. Stores the result of the comparison, and torch's compiled code next to it.
     """
     backend, _ = base.spec.backend(base.device.type)
     if backend is None:
         return True
     os.environ.setdefault(COMPILED_CODE, str((Path(base.store.root) / "inductor").absolute()))
     log.info(
-        "model.compile=%s: compiling takes about a minute where nothing is cached (64 s for 8B on an H100), later some "
-        "seconds for a new layout: now a few blocks, unless the store has their comparison with plain ones, then the "
-        "model's in the first step; torch keeps the code in %s",
+        "model.compile=%s: compiling takes about a minute without a cache (64 s for 8B on an H100), later some seconds "
+        "for a new layout; a few blocks are compiled now to compare them with plain ones (unless the store has the "
+        "result), the others in the first step; torch caches the code in %s",
         *(backend, os.environ[COMPILED_CODE]),
     )
     try:
-        _require_right(base, policy, backend, layout)
+        _require_same_numbers(base, policy, backend, layout)
     except UserError as error:
         if required:
             raise
-        log.warning("model.compile=%s: blocks are not compiled: %s", AUTO, error)
+        log.warning("model.compile=%s: training continues without compiled blocks: %s", AUTO, error)
         return False
     compile_blocks(policy.model, backend)
     return True
 
 
-def _require_right(base: BaseModel, policy: ScoredLM, backend: str, layout: Layout) -> None:
-    """Raises ``UserError`` where compiled blocks do not run, or give other numbers, by the store's word if any."""
-    trial = _Trial.of(base, COMPILE_TRIALS, {"backend": backend, "layout": _name(layout)})
+def _require_same_numbers(base: BaseModel, policy: ScoredLM, backend: str, layout: Layout) -> None:
+    """Raises ``UserError`` if compiled blocks fail or give other numbers; uses the stored result if there is one."""
+    trial = _TrialRecord.for_model(base, COMPILE_TRIALS, {"backend": backend, "layout": _layout_name(layout)})
     kept = read_record(trial.path)
     against = None if kept is None else kept.get("against")
     if kept is None:
@@ -265,15 +268,15 @@ def _require_right(base: BaseModel, policy: ScoredLM, backend: str, layout: Layo
             if error.__cause__ is not None:
                 raise
             against = str(error)
-        trial.keep(against=against)
+        trial.save(against=against)
     else:
-        log.info("model.compile=%s: compared before with this model, device and versions, as the store says", backend)
+        log.info("model.compile=%s: using the stored comparison for this model, device and versions", backend)
     if against is not None:
         raise UserError(str(against))
 
 
-def without_compilation(plan: Footprint, spec: ModelSpec, policy: ScoredLM) -> tuple[ModelSpec, BatchPlan]:
-    """Returns model and batch with memory fitted to plain blocks in place of ``spec``; sets ``policy`` as they say."""
+def refit_without_compilation(plan: MemoryPlan, spec: ModelSpec, policy: ScoredLM) -> tuple[ModelSpec, BatchPlan]:
+    """Returns model and batch refitted to memory without compilation, and updates ``policy`` accordingly."""
     asked = plan.model
     plain = replace(
         spec,
@@ -284,14 +287,14 @@ def without_compilation(plan: Footprint, spec: ModelSpec, policy: ScoredLM) -> t
     )
     spec, batch = fit_memory(replace(plan, model=plain))
     policy.chunk = spec.chunk
-    _with_checkpointing(policy, spec)
+    _enable_checkpointing(policy, spec)
     return spec, batch
 
 
 def load_reference(base: BaseModel, kind: str, policy: ScoredLM) -> ScoredLM:
-    """Returns the reference that is run during training: a frozen copy, or the policy without its adapters."""
+    """Loads the live reference: a frozen copy of the base, or the policy without its adapters."""
     if kind == "adapter_off":
         return AdapterDisabledReference(policy)
-    reference = ScoredLM(load_start(base), chunk=base.spec.chunk)
+    reference = ScoredLM(load_base_model(base), chunk=base.spec.chunk)
     freeze(reference)
     return reference

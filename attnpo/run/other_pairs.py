@@ -1,4 +1,4 @@
-"""Pairs that are not the run's own, weighed as its training pairs are; nothing goes into the store."""
+"""Pairs from outside the run, weighed in the same way as its training pairs, without writing to the store."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,26 +25,27 @@ from attnpo.weights.capture import ensure_captured
 
 
 class RewardFactors(NamedTuple):
-    """Factors of the log-ratio of each response token, and the tokens they were made for (chosen, rejected)."""
+    """Factors that multiply the log-ratio of each response token, with the token ids (chosen, rejected)."""
 
     response_ids: tuple[list[int], list[int]]
     factors: tuple[Float[Tensor, " m"], Float[Tensor, " k"]]
 
 
-def weigh_others(
+def weigh_other_pairs(
     recipe: ExampleRecipe, weighed: WeighingResult, readers: Readers, pairs: Sequence[PreferencePair], ask: bool = False
 ) -> list[TrainingExample]:
-    """Returns pairs as examples with weights; with weights of 0 where a pair gets none.
+    """Returns the pairs as examples with weights; weights are 0 for pairs that get none.
 
-    Without weights where the source asks a generator, unless ``ask``, and where it reads columns that a pair lacks.
+    A source that asks a generator gives empty weights unless ``ask`` is set. Pairs without the source's columns get
+    weights of 0.
     """
     encoded = encode_pairs(pairs, readers.base.chat, readers.lengths, keep_same=True)
     known: dict[str, TrainingExample] = {}
     silent = "generator" in weighed.source.requires and not ask
     if not silent:
         source = weighed.source
-        captured = _capture(readers, source, encoded.pairs)
-        told = _with_columns(encoded, source)
+        captured = _capture_without_store(readers, source, encoded.pairs)
+        told = _drop_pairs_without_columns(encoded, source)
         made = prepare_examples(told, source, captured, recipe.align, weighed.layers, weighed.transforms)
         known = {example.pair_id: example for example in made.examples}
     examples, none = [], (0.0, 0.0)
@@ -55,8 +56,8 @@ def weigh_others(
     return examples
 
 
-def _with_columns(encoded: EncodedSet, source: WeightSource) -> EncodedSet:
-    """Returns the pairs that have every column that ``source`` reads."""
+def _drop_pairs_without_columns(encoded: EncodedSet, source: WeightSource) -> EncodedSet:
+    """Drops pairs that lack a column of ``source``."""
     if not source.columns:
         return encoded
     both = zip(encoded.pairs, encoded.encoded, strict=True)
@@ -64,23 +65,25 @@ def _with_columns(encoded: EncodedSet, source: WeightSource) -> EncodedSet:
     return replace(encoded, pairs=[pair for pair, _ in kept], encoded=[sides for _, sides in kept])
 
 
-def _capture(readers: Readers, source: WeightSource, pairs: Sequence[PreferencePair]) -> dict[str, PairWeights]:
-    """Returns what the run's source captures for other pairs, through a store that is thrown away."""
-    reader = readers.make(source)
+def _capture_without_store(
+    readers: Readers, source: WeightSource, pairs: Sequence[PreferencePair]
+) -> dict[str, PairWeights]:
+    """Captures what ``source`` needs for other pairs, in a temporary store."""
+    reader = readers.make_reader(source)
     if reader is None:
         return {}
 
-    def load() -> object:
+    def load_without_verdict() -> object:
         loaded = reader.load(readers.base.device)
         return replace(loaded, verdict=False) if isinstance(loaded, LoadedJudge) else loaded
 
     with tempfile.TemporaryDirectory() as folder:
-        captured, _ = ensure_captured(pairs, source, source.rows_read(), Store(Path(folder)), {}, load)
+        captured, _ = ensure_captured(pairs, source, source.rows_read(), Store(Path(folder)), {}, load_without_verdict)
         return dict(captured)
 
 
 def token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tensor, "rows R"]:
-    """Returns what multiplies beta at each response token, as the objective has it."""
+    """Returns the factor of beta at each response token, as the objective defines it."""
     if "token_weights" not in objective.requires:
         return torch.ones_like(rows.token_weights["reward"])
     if not isinstance(objective, LengthScaled):
@@ -96,10 +99,10 @@ def reward_factors(
     readers: Readers,
     pairs: Sequence[PreferencePair],
 ) -> Mapping[str, RewardFactors]:
-    """Returns what the objective multiplies the log-ratios of other pairs by; pairs without any weight are left out."""
+    """Returns the objective's factors of the log-ratios of other pairs, by pair id; omits pairs without weights."""
     found = {}
     factors = weighed.source.kind is Kind.FACTOR
-    for example in weigh_others(recipe, weighed, readers, pairs, ask=True):
+    for example in weigh_other_pairs(recipe, weighed, readers, pairs, ask=True):
         if not any(bool(row.any()) for row in example.weights):
             continue
         rows = replace(collate([example], padded_layout, 0, 1).main, factors=factors)

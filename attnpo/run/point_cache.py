@@ -1,6 +1,6 @@
-"""In-process cache shared by the points of a study: made once, kept for the next, dropped at the end.
+"""In-process cache shared by the points of a study, cleared at its end.
 
-Owns when something is kept. What it is, by which key it is known and how large it may be, its user says.
+Decides when values are cached. Callers choose key, value and size limit.
 """
 
 import logging
@@ -16,10 +16,10 @@ Some = TypeVar("Some")
 
 
 @dataclass
-class Memory:
-    """In-process cache by key; of more than ``entries`` the one used longest ago gives way.
+class PointCache:
+    """In-process cache that drops the least recently used of more than ``entries`` values.
 
-    ``room``: what is larger, by the measure that ``recall`` is given, is not kept.
+    ``room``: size limit of a value, in the unit of the ``size`` given to ``get_or_make``; larger ones are not cached.
     """
 
     entries: int
@@ -29,16 +29,16 @@ class Memory:
     def __post_init__(self) -> None:
         _memories.append(self)
 
-    def recall(
+    def get_or_make(
         self, key: Callable[[], dict[str, object]], make: Callable[[], Some], size: Callable[[Some], int]
     ) -> Some:
-        """Returns what ``make`` gives, or gave for the same ``key``; a "what" in the key is its name in the log."""
+        """Returns the cached value for ``key``, or makes and caches it; "what" in the key names it in the log."""
         if not _open:
             return make()
         parts = key()
         name = digest(parts)
         if name in self.kept and "what" in parts:
-            log.info("%s: as for an earlier point of this process", parts["what"])
+            log.info("%s: reused from an earlier point in this process", parts["what"])
         found = cast(Some, self.kept.pop(name)) if name in self.kept else make()
         if size(found) <= self.room:
             self.kept[name] = found
@@ -47,15 +47,15 @@ class Memory:
         return found
 
 
-_memories: list[Memory] = []
+_memories: list[PointCache] = []
 _open: list[object] = []
 
 
 @contextmanager
-def remembering() -> Iterator[None]:
-    """Opens a context in which what is made is kept for further runs of this process; ``forget`` lets go of it.
+def cache_between_runs() -> Iterator[None]:
+    """Opens a context in which caches are shared by the runs of this process; ``clear_caches`` empties them.
 
-    What the paths of the configs hold must not change meanwhile.
+    The contents of the configs' paths must not change inside.
     """
     _open.append(None)
     try:
@@ -64,7 +64,7 @@ def remembering() -> Iterator[None]:
         _open.pop()
 
 
-def forget() -> None:
-    """Lets go of all that is kept."""
+def clear_caches() -> None:
+    """Empties all caches."""
     for memory in _memories:
         memory.kept.clear()

@@ -1,4 +1,4 @@
-"""Report of a finished run: its page, what its tracker gets, and the facts of its model card."""
+"""Report of a finished run: its HTML page, its W&B summary, and the data of its model card."""
 
 import json
 import logging
@@ -35,16 +35,16 @@ from attnpo.display.tables import Cell
 from attnpo.models.loading import load_text_config, weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.run.folders import store_root
-from attnpo.run.input_summary import row_lines
-from attnpo.run.inputs import Inputs, heat_rows
+from attnpo.run.input_summary import describe_example
+from attnpo.run.inputs import Inputs, heat_map_pairs
 from attnpo.run.result import RunResult, TruthScores
 from attnpo.run.run_config import RunConfig
 from attnpo.system.credentials import mask_credentials
 from attnpo.system.files import Json, flatten, parse_json, write_atomically
 from attnpo.system.machine import package_versions
 from attnpo.text.chat import ChatFormat
-from attnpo.training.export import Exporter, warning_for
-from attnpo.training.loggers import trackers
+from attnpo.training.export import Exporter, rotary_warning
+from attnpo.training.loggers import wandb_loggers
 from attnpo.training.metrics_file import METRICS, read_metrics
 from attnpo.training.settings import CallbackSettings
 from attnpo.weights.arrival import COLUMNS as ARRIVED
@@ -68,17 +68,18 @@ def write_run_report(
 ) -> None:
     """Writes ``curves.png`` and ``report.html`` of one run.
 
-    ``configuration``: all settings as YAML; ``policy``: the first pairs' log-probabilities after training, by id.
+    ``configuration``: all settings as YAML. ``policy``: log-probabilities of the first pairs after training, by pair
+    id.
     """
     training_curves(read_metrics(folder / METRICS), folder / CURVES, folder.name)
     found = (*result.warnings, chat.chosen.warning)
     warnings: list[Block] = [Paragraph(f"WARNING: {text}", warning=True) for text in found if text]
     blocks: list[Section] = [
         *([Section("Warning", warnings)] if warnings else []),
-        Section("Training", [Image(folder / CURVES, "training and validation over optimiser steps")]),
+        Section("Training", [Image(folder / CURVES, "training and validation by optimiser step")]),
     ]
     if result.truth is not None:
-        blocks.append(Section("Against the truth, on held-out prompts", [truth_table(result.truth)]))
+        blocks.append(Section("True reward on held-out prompts", [truth_table(result.truth)]))
     if settings.samples and (samples := read_samples(folder)):
         answers = [
             SideBySide(row["prompt"], {"before (reference)": row["reference"], "after (policy)": row["policy"]})
@@ -88,19 +89,21 @@ def write_run_report(
     if result.drift:
         blocks.append(drift_section(result, folder))
     blocks.append(inputs_section(result))
-    if settings.heat_maps and (shown := heat_rows(inputs, chat.tokenizer, settings.heat_maps, policy)):
+    if settings.heat_maps and (shown := heat_map_pairs(inputs, chat.tokenizer, settings.heat_maps, policy)):
         blocks.append(
             Section("Token weights of the first pairs", [Paragraph(HOVER), RawHtml(heatmap_html(shown, page=False))])
         )
     example = next(iter(inputs.examples["train"].examples), None)
     if example is not None:
-        blocks.append(Section("Row 0 as it is trained", [CodeBlock("\n".join(row_lines(example, chat.tokenizer)))]))
+        blocks.append(
+            Section("First training example", [CodeBlock("\n".join(describe_example(example, chat.tokenizer)))])
+        )
     blocks.append(
         Section(
             "Versions and configuration",
             [
                 KeyValues(result.versions),
-                CodeBlock(configuration, "the whole configuration"),
+                CodeBlock(configuration, "full configuration"),
             ],
         )
     )
@@ -109,13 +112,13 @@ def write_run_report(
 
 
 HOVER = (
-    "A token's weight relative to uniform, its id, its place and the log-probabilities that are known appear over it. "
-    "Weights are those of training: after all post-processing, on training tokens."
+    "Hover over a token for its weight relative to uniform, its id, its position and the known log-probabilities. "
+    "These are the weights used in training: after all post-processing, on training tokens."
 )
 
 
 def read_samples(folder: Path) -> list[dict[str, str]]:
-    """Reads the sampled answers of policy and reference with their prompts as text; none where the run wrote none."""
+    """Reads the sampled answers of policy and reference, with their prompts as text; empty if the run wrote none."""
     path = folder / SAMPLES
     rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
     return [
@@ -124,15 +127,15 @@ def read_samples(folder: Path) -> list[dict[str, str]]:
 
 
 def truth_table(truth: Mapping[str, TruthScores]) -> TableBlock:
-    """Returns the scores against the truth, a row for each set of prompts."""
+    """Returns the true-reward scores as a table with a row per set of prompts."""
     names = list(truth["test"].numbers)
-    heads = ["prompts", *("KL" if name == "kl" else in_words(name) for name in names)]
+    heads = ["prompts", *("KL" if name == "kl" else readable_name(name) for name in names)]
     rows: list[list[Cell]] = [[split, *(scores.numbers[name] for name in names)] for split, scores in truth.items()]
     return TableBlock(heads, rows, notes=column_notes(heads))
 
 
 def inputs_section(result: RunResult) -> Section:
-    """Returns what became of the inputs: a column per split, lengths in a table of their own, and what is of none."""
+    """Returns the section on the inputs: a column per split, a table of lengths, and the entries of neither split."""
     every = {
         part: {name: value for name, value in flatten(result.split(part), " ") if value != {}} for part in result.inputs
     }
@@ -140,14 +143,14 @@ def inputs_section(result: RunResult) -> Section:
     kinds = [name.removesuffix(f" {PLACES[0]}") for name in names if name.endswith(f" {PLACES[0]}")]
     inside = {f"{kind} {place}" for kind in kinds for place in PLACES}
 
-    def row(name: str, *places: str) -> list[Cell]:
+    def make_row(name: str, *places: str) -> list[Cell]:
         found = (every.get(split, {}).get(f"{name} {place}".strip()) for split in SPLITS for place in places or ("",))
-        return [in_words(name.removeprefix("tokens ")), *map(_plain, found)]
+        return [readable_name(name.removeprefix("tokens ")), *map(_format_cell, found)]
 
-    single = [row(name) for name in names if name not in inside]
+    single = [make_row(name) for name in names if name not in inside]
     words = [SPLIT_WORDS[split] for split in SPLITS]
     rest = {
-        f"{in_words(part)}: {in_words(name)}": _plain(value)
+        f"{readable_name(part)}: {readable_name(name)}": _format_cell(value)
         for part in every
         if part not in SPLITS
         for name, value in every[part].items()
@@ -155,7 +158,7 @@ def inputs_section(result: RunResult) -> Section:
     blocks: list[Block] = [TableBlock(["entry", *words], single)] if single else []
     if kinds:
         heads = ["length in tokens", *(f"{word} {place}" for word in words for place in PLACES)]
-        blocks.append(TableBlock(heads, [row(kind, *PLACES) for kind in kinds]))
+        blocks.append(TableBlock(heads, [make_row(kind, *PLACES) for kind in kinds]))
     return Section("Inputs", [*blocks, *([KeyValues(rest)] if rest else [])])
 
 
@@ -163,13 +166,13 @@ SPLIT_WORDS = {"train": "training", "val": "validation"}
 PLACES = ("p50", "p90", "p99", "max")
 
 
-def in_words(name: str) -> str:
-    """Returns a key as a page shows it."""
+def readable_name(name: str) -> str:
+    """Returns a key in the form shown on pages."""
     return name.replace("_", " ")
 
 
-def _plain(value: object) -> Cell:
-    """Returns a value as a cell; a list of [text, count] in words."""
+def _format_cell(value: object) -> Cell:
+    """Converts a value to a table cell; a list of [text, count] becomes text."""
     if isinstance(value, list):
         return ", ".join(f"{one[0]!r} ({one[1]})" if isinstance(one, list) else str(one) for one in value)
     return value if isinstance(value, str | float | int | None) else str(value)
@@ -181,8 +184,11 @@ KL = {"tokens": "share of tokens", "kl": "share of KL", "kl_per_token": "KL per 
 
 
 def drift_section(result: RunResult, folder: Path) -> Section:
-    """Returns where the policy moved: KL by class of token, the figure ``drift.png``, drawn here, and the rest."""
-    every = dict(numbers(result.drift))
+    """Returns the section on where the policy moved: KL by class of token, the remaining numbers and ``drift.png``.
+
+    Draws the figure.
+    """
+    every = dict(flat_numbers(result.drift))
     parts = {part: words for part, words in PARTS.items() if part in result.drift}
     paths = [name.split("/") for name in every]
     kinds = dict.fromkeys((path[1], path[2]) for path in paths if path[1:2] in (["classes"], ["truth"]))
@@ -194,12 +200,14 @@ def drift_section(result: RunResult, folder: Path) -> Section:
         for group, name in kinds
     ]
     deciles, places = (
-        {words: line for part, words in parts.items() if (line := dict(_below(every, f"{part}/{by}/kl/")))}
+        {words: line for part, words in parts.items() if (line := dict(_entries_under(every, f"{part}/{by}/kl/")))}
         for by in ("deciles", "position")
     )
     totals = {f"KL per response, {words}": every.get(f"{part}/kl") for part, words in parts.items()}
     rest = {
-        in_words(name).replace("/", ": "): value for name, value in every.items() if name.partition("/")[0] not in parts
+        readable_name(name).replace("/", ": "): value
+        for name, value in every.items()
+        if name.partition("/")[0] not in parts
     }
     return Section(
         "Where the policy moved",
@@ -211,26 +219,26 @@ def drift_section(result: RunResult, folder: Path) -> Section:
     )
 
 
-def _below(every: Mapping[str, float | int], opening: str) -> Iterator[tuple[str, float | int]]:
-    """Returns the entries whose name begins with ``opening``, by the rest of it."""
+def _entries_under(every: Mapping[str, float | int], opening: str) -> Iterator[tuple[str, float | int]]:
+    """Returns the entries whose names begin with ``opening``, without that beginning."""
     return ((name.removeprefix(opening), value) for name, value in every.items() if name.startswith(opening))
 
 
 TRAINER_KEYS = ("max_epochs", "max_steps", "gradient_clip_val", "precision", "strategy")
 WEIGHT_NUMBERS = ("coverage", *ARRIVED, "effective_share", "unmatched_share")
-# Overrides that change no number; they hold folders and names of the machine the run was made on.
+# Overrides that change no number; they contain folders and names from the run's machine.
 PRIVATE = ("name", "output", "store", "resume", "logger")
-OWN_WORDS = ("path", "revision", "chat_template")  # told elsewhere: base model, the exported folder
-DROPPED = "dropped: "  # how events of dropped pairs begin in a tally
+OWN_WORDS = ("path", "revision", "chat_template")  # shown elsewhere in the card or the exported folder
+DROPPED = "dropped: "  # prefix of the events of dropped pairs in a tally
 BOS_WRITTEN = (
-    "training puts the tokenizer's BOS in front of a prompt and the base's chat template writes none, so the exported "
-    "chat template writes it"
+    "training puts the tokenizer's BOS in front of a prompt but the base's chat template does not, so the exported "
+    "chat template adds it"
 )
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-@phase("handing the run to its loggers")
-def publish_run(
+@phase("sending results to the loggers")
+def log_run_to_wandb(
     loggers: Sequence[Logger],
     inputs: Inputs,
     result: RunResult,
@@ -238,43 +246,40 @@ def publish_run(
     settings: CallbackSettings,
     folder: Path,
 ) -> None:
-    """Sends a run's numbers (``result/PATH``), account, samples, curves and heat maps to its W&B run, if it has one."""
-    for tracker in trackers(loggers):
+    """Sends a run's numbers (``result/PATH``), inputs, samples, curves and heat maps to its W&B run, if it has one."""
+    for tracker in wandb_loggers(loggers):
         import wandb
 
-        tracker.experiment.summary.update({f"result/{name}": value for name, value in numbers(result.to_json())})
-        tables = {"account": account_table(result.inputs)}
+        tracker.experiment.summary.update({f"result/{name}": value for name, value in flat_numbers(result.to_json())})
+        tables = {"account": inputs_table(result.inputs)}
         if settings.samples and (samples := read_samples(folder)):
             tables["samples"] = list(samples[0]), [list(row.values()) for row in samples]
-        media: dict[str, Any] = {name: wandb_table(*table) for name, table in tables.items()}
+        media: dict[str, Any] = {name: make_wandb_table(*table) for name, table in tables.items()}
         if settings.report and (folder / CURVES).is_file():
             media["curves"] = wandb.Image(str(folder / CURVES))
-        if settings.heat_maps and (shown := heat_rows(inputs, tokenizer, settings.heat_maps)):
+        if settings.heat_maps and (shown := heat_map_pairs(inputs, tokenizer, settings.heat_maps)):
             page = heatmap_html(shown, title=folder.name)
             media["weights/heat_maps"] = wandb.Html(page, inject=False)
         tracker.log_metrics(media, step=result.steps)
 
 
-def account_table(inputs: Mapping[str, Json]) -> tuple[list[str], list[list[object]]]:
-    """Columns and rows of a run's account: every number of its inputs, one column per split."""
-    every = dict(numbers(inputs))
-    per_split = {split: dict(_below(every, f"{split}/")) for split in SPLITS}
+def inputs_table(inputs: Mapping[str, Json]) -> tuple[list[str], list[list[object]]]:
+    """Returns columns and rows of a table with every number of a run's inputs, one column per split."""
+    every = dict(flat_numbers(inputs))
+    per_split = {split: dict(_entries_under(every, f"{split}/")) for split in SPLITS}
     names = list(dict.fromkeys(name for values in per_split.values() for name in values))
     return ["entry", *SPLITS], [[name, *(per_split[split].get(name) for split in SPLITS)] for name in names]
 
 
-def wandb_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> object:
-    """Returns a W&B table; columns that mix numbers and texts are allowed."""
+def make_wandb_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> object:
+    """Returns a W&B table, which may mix numbers and texts in a column."""
     import wandb
 
     return wandb.Table(columns=list(columns), data=[*rows], allow_mixed_types=True)
 
 
-def numbers(node: Mapping[str, object]) -> Iterator[tuple[str, float | int]]:
-    """Returns (path, value) of every finite number in nested mappings.
-
-    Lists, texts and truth values are passed over.
-    """
+def flat_numbers(node: Mapping[str, object]) -> Iterator[tuple[str, float | int]]:
+    """Yields (path, value) of every finite number in nested mappings; skips lists, texts and booleans."""
     for path, value in flatten(node, "/"):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             yield path, value
@@ -286,15 +291,15 @@ def numbers(node: Mapping[str, object]) -> Iterator[tuple[str, float | int]]:
 def make_exporter(
     model: ModelSpec, chat: ChatFormat, dtype: str | None, facts: Mapping[str, object] | None
 ) -> Exporter:
-    """Returns the exporter of a run: its tokenizer and template, every id that ends a turn, and its card's facts.
+    """Returns the exporter of a run with its tokenizer, chat template, turn-ending ids and the data of its model card.
 
-    Logs what users of the folder must know. Without ``facts`` there is no card and no log.
+    Logs what users of the exported folder must know. Without ``facts`` there is no card and no log.
     """
     ends, template = tuple(sorted(chat.end_ids)), chat.inference_template()
     if facts is None:
         return Exporter(chat.tokenizer, ends, dtype, chat_template=template)
     chosen = chat.chosen
-    log.info("checkpoints: the exported chat template is that of training, %s", chosen.origin)
+    log.info("checkpoints: the exported chat template is the one used in training, %s", chosen.origin)
     notes = [] if chosen.warning is None else [chosen.warning]
     if template != chat.chat_template:
         notes.append(BOS_WRITTEN)
@@ -302,9 +307,9 @@ def make_exporter(
     options = {"chat_template_kwargs": dict(model.chat_template_kwargs or {}), "fold_system": model.fold_system}
     if any(options.values()):
         told = ", ".join(f"model.{key}={json.dumps(value)}" for key, value in options.items() if value)
-        notes.append(f"the exported chat template sets what training had: {told}")
+        notes.append(f"the exported chat template applies the settings of training: {told}")
         log.info("checkpoints: %s", notes[-1])
-    older = warning_for(load_text_config(model.path, model.revision))
+    older = rotary_warning(load_text_config(model.path, model.revision))
     if older is not None:
         notes.append(older)
         log.warning("checkpoints: %s", older)
@@ -312,46 +317,46 @@ def make_exporter(
 
 
 def card_facts(cfg: RunConfig, model: ModelSpec, inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a run's model card tells apart from its metrics (``model_card.Facts``); hashes the base."""
+    """Returns the data of a run's model card except its metrics (``model_card.Facts``); hashes the base model."""
     prepared, source = store_root(cfg.store) / "prepared", inputs.weighed.source
     data, mix, judge = cfg.node("data"), getattr(cfg.data, "mix", None), cfg.node("judge")
     path = judge.pop("path")
-    read = "the base model itself" if path is None else _place(str(path), prepared)["name"]
+    read = "the base model itself" if path is None else _describe_source(str(path), prepared)["name"]
     return {
         "reward": model.reward,
         "base": {
-            **_place(model.path, prepared),
+            **_describe_source(model.path, prepared),
             "revision": model.revision,
             "fingerprint": weights_fingerprint(model.path, model.revision),
         },
         "data": {
-            **_place("mixture of " + ", ".join(mix) if mix else str(data["path"]), prepared),
+            **_describe_source("mixture of " + ", ".join(mix) if mix else str(data["path"]), prepared),
             "revision": data["revision"],
             "subset": data["subset"],
             "splits": {split: _split_facts(inputs, split, statistics[split]) for split in SPLITS},
         },
         "method": {
-            "objective": {"name": type(cfg.objective).__name__, "settings": settings_of(cfg.node("objective"))},
-            "weights": {"name": type(source).__name__, "settings": settings_of(to_config(source))},
-            "judge": {"name": read, "settings": settings_of(judge)} if "judge" in source.requires else None,
+            "objective": {"name": type(cfg.objective).__name__, "settings": flat_settings(cfg.node("objective"))},
+            "weights": {"name": type(source).__name__, "settings": flat_settings(to_config(source))},
+            "judge": {"name": read, "settings": flat_settings(judge)} if "judge" in source.requires else None,
             "verdicts": statistics.get("judge"),
         },
         "statistics": {split: {name: statistics[split].get(name) for name in WEIGHT_NUMBERS} for split in SPLITS},
         "hyperparameters": {
-            **settings_of({node: cfg.node(node) for node in ("optimizer", "batch", "lengths", "align")}),
+            **flat_settings({node: cfg.node(node) for node in ("optimizer", "batch", "lengths", "align")}),
             **{f"trainer.{name}": getattr(cfg.trainer, name) for name in TRAINER_KEYS},
-            **settings_of({"model": {k: v for k, v in cfg.node("model").items() if k not in OWN_WORDS}}),
+            **flat_settings({"model": {k: v for k, v in cfg.node("model").items() if k not in OWN_WORDS}}),
             "reference": cfg.reference,
             "seed": cfg.seed,
         },
         "versions": package_versions(),
-        "command": command(cfg.composed),
+        "command": fit_command(cfg.composed),
         "overlap": None if inputs.overlap is None else inputs.overlap.warning(),
     }
 
 
-def command(composed: Composition) -> list[str]:
-    """Returns the command that composes a run's config, without the overrides that only say where things lie."""
+def fit_command(composed: Composition) -> list[str]:
+    """Returns the command that reproduces a run's config, without overrides that only name folders."""
     kept = [
         mask_credentials(override)
         for override in composed.overrides
@@ -360,8 +365,8 @@ def command(composed: Composition) -> list[str]:
     return ["python", "-m", "attnpo.fit", *replace(composed, overrides=tuple(kept)).arguments()]
 
 
-def settings_of(node: Mapping[str, object]) -> dict[str, object]:
-    """Returns the settings of a component's config node, nested ones under dotted names."""
+def flat_settings(node: Mapping[str, object]) -> dict[str, object]:
+    """Returns the settings of a component's config node, with dotted names for nested ones."""
     return {key: value for key, value in flatten(node) if value != {} and key.rpartition(".")[2] != "_target_"}
 
 
@@ -376,8 +381,8 @@ def _split_facts(inputs: Inputs, split: str, statistics: Mapping[str, object]) -
     }
 
 
-def _place(path: str, prepared: Path) -> dict[str, Any]:
-    """Returns what a card says of a model's or data set's path as the user gave it, never of what was built."""
+def _describe_source(path: str, prepared: Path) -> dict[str, Any]:
+    """Returns name, path and Hub id of a model or data set for the card; hides the path of one built by ``prepare``."""
     if Path(path).is_relative_to(prepared):
         return {"name": "a testbed base", "path": "built from nothing by `prepare`", "hub": None}
     local = Path(path).expanduser().exists()

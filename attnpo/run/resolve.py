@@ -1,4 +1,4 @@
-"""Model, data and judge of a run, and what its weights are read with: found, described and checked, not loaded."""
+"""Finds, describes and checks a run's model, data, judge and readers of weights, without loading them."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ from attnpo.models.memory import ModelShape, count_parameters
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.objectives.base import LengthFrom
-from attnpo.run.combinations import require_reader, wants_auto
+from attnpo.run.combinations import needs_layer_search, require_weights_are_read
 from attnpo.run.components import JudgePreparer, PreparedJudge, Preparer
 from attnpo.run.folders import store_root
 from attnpo.run.messages import log_once
@@ -59,9 +59,9 @@ from attnpo.weights.verbalizer_settings import Verbalizer
 
 @dataclass(frozen=True)
 class BaseModel:
-    """Model that training starts from: its folder and formats, its chat format, where and how precisely it is run.
+    """Model that training starts from: its settings, chat format, device, precision and store.
 
-    ``precision``: that of the trainer, such as "bf16-mixed".
+    ``precision``: the trainer's, such as "bf16-mixed".
     """
 
     spec: ModelSpec
@@ -81,19 +81,19 @@ class BaseModel:
         return self.precision == "bf16-mixed"
 
     def autocast(self) -> torch.autocast:
-        """Returns the number formats that the policy runs in, for stored and live log-probabilities alike."""
+        """Returns the autocast context that the policy runs in, for both stored and live log-probabilities."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.is_mixed)
 
     def score(
         self, model: ScoredLM, examples: Sequence[TrainingExample], layout: Layout = padded_layout
     ) -> dict[str, LogpPair]:
-        """Returns the log-probabilities of the examples' response tokens, chosen and rejected, by pair id."""
+        """Returns the log-probabilities of the examples' response tokens (chosen, rejected) by pair id."""
         model.to(self.device)
         with self.autocast():
             return dict(score_examples(model, examples, self.chat.rows.pad_id, layout))
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns what identifies the reference's numbers: weights, number formats, attention kernel family."""
+        """Returns a key for the reference's numbers: weights, dtypes and attention kernel."""
         return {
             "weights": weights_fingerprint(self.spec.path, self.spec.revision),
             "dtype": self.spec.dtype,
@@ -105,9 +105,9 @@ class BaseModel:
 
 @dataclass(frozen=True)
 class Readers:
-    """Readers of token weights in a run, each described cheaply and loaded when it is asked.
+    """Readers of token weights in a run: cheap to describe, loaded only on use.
 
-    ``length_from``: whose tokens |y| counts, if any. ``command``: fills the store before a job of several processes.
+    ``length_from``: tokens that |y| counts, if any. ``command``: fills the store before a job of several processes.
     """
 
     base: BaseModel
@@ -119,35 +119,35 @@ class Readers:
     command: str
 
     @property
-    def refill(self) -> str:
-        """Returns how the store is filled before a job of several processes."""
+    def refill_command(self) -> str:
+        """Returns instructions for filling the store before a job of several processes."""
         return f"in one process or several: {self.command}"
 
-    def make(self, source: WeightSource) -> WeightReader | None:
-        """Returns what ``source`` is read with; None when it captures nothing. UserError for what is absent."""
+    def make_reader(self, source: WeightSource) -> WeightReader | None:
+        """Returns the reader of ``source``; None if it captures nothing. Raises UserError for an unknown kind."""
         kinds: Mapping[str, Callable[[], WeightReader]] = {
             "judge": self.make_judge,
             "generator": lambda: RunVerbalizer(self.verbalizer, self.base.spec, self.base.chat, self.base.store),
             "scorers": lambda: self._make_scorers(source),
-            "reward": lambda: self._make_reward(source),
+            "reward": lambda: self._make_reward_reader(source),
         }
         wanted = sorted(source.requires)
         if not wanted:
             return None
         if len(wanted) > 1 or wanted[0] not in kinds:
             raise UserError(
-                f"weights {type(source).__name__} need {' and '.join(wanted)}; a run has one of {', '.join(kinds)}: "
-                "choose other weights"
+                f"weights {type(source).__name__} need {' and '.join(wanted)}, but a run supports one of "
+                f"{', '.join(kinds)}: choose other weights"
             )
         return kinds[wanted[0]]()
 
     def make_judge(self) -> RunJudge:
-        """Returns the run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
+        """Returns the run's judge, not loaded. Raises UserError if its tokens cannot be matched to training tokens."""
         judge = RunJudge(self.judge, self.base.spec, self.base.chat, self.base.store)
         key, length = "judge.max_length", judge.settings.max_length
         check_exact_length(load_text_config(judge.path, judge.revision), judge.path, key, length)
         if (most := judge.prompts.rules.max_length) < length:
-            log_once([f"{key}={length}: prompts are cut to the {most} positions that the judge has"])
+            log_once([f"{key}={length}: prompts are cut to {most} tokens, the judge's number of positions"])
         if judge.settings.path is not None:
             self._check_vocabulary(judge.tokenizer, judge.path, "judge.path")
         return judge
@@ -160,29 +160,29 @@ class Readers:
         shard: tuple[int, int] | None = None,
         every_row: bool = False,
     ) -> WeighingResult:
-        """Returns the weights of ``source`` for the pairs of ``encoded`` (``data.weighing``); a layer must be known."""
+        """Returns the weights of ``source`` for the ``encoded`` pairs (``data.weighing``); its layer must be known."""
         return weighing.weigh_splits(
             source,
-            self.make(source),
+            self.make_reader(source),
             self.base.store,
             encoded,
             self.base.device,
             shard=shard,
             every_row=every_row,
-            refill=self.refill,
+            refill=self.refill_command,
         )
 
     def _make_scorers(self, source: WeightSource) -> RunScorers:
         if not isinstance(source, ScoredSource):
             raise UserError(
-                f"weights {type(source).__name__} require scorers and name none; give it a property `scorers`"
+                f"weights {type(source).__name__} require scorers but name none: add a property `scorers` to the class"
             )
         return RunScorers(source, self.base.spec, self.base.chat, self.lengths)
 
-    def _make_reward(self, source: WeightSource) -> RunReward:
+    def _make_reward_reader(self, source: WeightSource) -> RunReward:
         if not isinstance(source, RewardAttention):
             raise UserError(
-                f"weights {type(source).__name__} need a reward model and name none: set weights=reward_attention"
+                f"weights {type(source).__name__} need a reward model but name none: set weights=reward_attention"
             )
         reward = RunReward(source, self.base.spec.fallback_template)
         check_exact_length(
@@ -192,19 +192,19 @@ class Readers:
         return reward
 
     def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
-        """Refuses to match tokens of two vocabularies by their ids, warns where their count is the scale."""
+        """Raises UserError if token ids of two vocabularies would be matched; warns if they change the scale."""
         own = self.base.spec.path
         if tokenizer.get_vocab() == self.base.tokenizer.get_vocab():
             return
         if self.align is AlignMethod.LEVENSHTEIN:
             raise UserError(
-                f"{key}={path} has another vocabulary than {own}: token ids cannot be matched; set "
+                f"{key}={path} has a different vocabulary from {own}, so token ids cannot be matched: set "
                 "align.method=characters (and objective.length_from=train)"
             )
         if self.length_from is LengthFrom.SOURCE:
             warning = (
-                f"objective.length_from=source: |y| counts the tokens of {path}, another vocabulary than that of {own}"
-                ", so the scale differs from training tokens; objective.length_from=train counts those"
+                f"objective.length_from=source: |y| counts the tokens of {path}, whose vocabulary differs from {own}, "
+                "so the scale does not match training tokens; set objective.length_from=train to count those"
             )
             log_once([warning], logging.WARNING)
 
@@ -215,9 +215,9 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 class Resolved(NamedTuple, Generic[Config]):
-    """Configuration whose paths are known, and what a run makes of it first: unpacked by each command's body.
+    """Config with all paths known, and the components made from it first; commands unpack it.
 
-    ``report``: what ``prepare`` says of model, data and judge where it built them.
+    ``report``: what ``prepare`` measured when it built model, data and judge.
     """
 
     cfg: Config
@@ -227,10 +227,10 @@ class Resolved(NamedTuple, Generic[Config]):
 
 
 @phase("building or finding model and data")
-def settle(cfg: Config) -> tuple[Config, dict[str, object]]:
-    """Returns the config with the paths of model, data and judge known, and what ``prepare`` reports (empty without).
+def resolve_paths(cfg: Config) -> tuple[Config, dict[str, object]]:
+    """Returns the config with the paths of model, data and judge filled in, and the report of ``prepare``, if any.
 
-    A path given by hand is kept. UserError when a path is still missing.
+    Given paths are kept. Raises UserError if a path is still missing.
     """
     report: dict[str, object] = {}
     root = store_root(cfg.store) / "prepared"
@@ -238,57 +238,57 @@ def settle(cfg: Config) -> tuple[Config, dict[str, object]]:
         prepared = cfg.prepare.prepare(root)
         report = {**prepared.report, "reused": prepared.reused}
         for key, path in (("model.path", prepared.model_path), ("data.path", prepared.data_path)):
-            if key in open_paths(cfg.model, cfg.data):
+            if key in missing_path_keys(cfg.model, cfg.data):
                 cfg = cfg.with_value(key, str(path))
-    lacking = open_paths(cfg.model, cfg.data)
+    lacking = missing_path_keys(cfg.model, cfg.data)
     if lacking:
-        raise UserError(f"{' and '.join(lacking)} must be given, as in {lacking[0]}=FOLDER_OR_HUB_NAME")
+        raise UserError(f"set {' and '.join(lacking)}, for example {lacking[0]}=FOLDER_OR_HUB_NAME")
     made = make_judge(cfg.judge, cfg.weights, cfg.prepare, root)
     if made is None:
         return cfg, report
     cfg = cfg.with_value("other_judge.path", str(made.path)).with_value("judge.path", str(made.path))
-    return cfg, {**report, "second": report_of(made)}
+    return cfg, {**report, "second": judge_report(made)}
 
 
-def open_paths(model: ModelSpec, data: PairReader) -> list[str]:
-    """Returns the keys of the paths of model and data that are still to be given."""
+def missing_path_keys(model: ModelSpec, data: PairReader) -> list[str]:
+    """Returns the keys of model and data paths that are not set yet."""
     mixed = getattr(data, "mix", None)
     paths = {"model.path": model.path, "data.path": None if mixed else getattr(data, "path", None)}
     return [key for key, path in paths.items() if path == MISSING]
 
 
 def make_judge(judge: Judge, source: WeightSource, prepare: Preparer | None, root: Path) -> PreparedJudge | None:
-    """Returns the other model that judges, built below ``root`` if it is missing; None where none is to be built.
+    """Returns the second model that judges, built under ``root`` if it is missing; None if none is needed.
 
-    UserError when another model is meant, none is named and ``prepare`` has none.
+    Raises UserError if another model should judge, but none is named and ``prepare`` cannot build one.
     """
     if not judge.other or judge.path is not None or "judge" not in source.requires:
         return None
     if not isinstance(prepare, JudgePreparer):
         raise UserError(
-            "judge=other reads another model, and other_judge.path is null: set other_judge.path=FOLDER_OR_HUB_NAME "
-            "(setting=testbed builds one of its own)"
+            "judge=other uses another model, but other_judge.path is null: set other_judge.path=FOLDER_OR_HUB_NAME "
+            "(setting=testbed builds its own)"
         )
     try:
         return prepare.prepare_judge(root)
     except UserError as error:
-        raise UserError(f"judge=other, and other_judge.path is null: {error}, or set other_judge.path") from error
+        raise UserError(f"judge=other, but other_judge.path is null: {error}, or set other_judge.path") from error
 
 
-def report_of(judge: PreparedJudge) -> dict[str, object]:
-    """Returns what ``prepare`` says of a judge that it built or found."""
+def judge_report(judge: PreparedJudge) -> dict[str, object]:
+    """Returns the measurements of a built judge, and whether it was reused."""
     return {**judge.report, "reused": judge.reused}
 
 
 def resolve(cfg: Config) -> Resolved[Config]:
-    """Returns the settled config with the described model and what its weights are read with.
+    """Resolves a config: fills in its paths, describes the model and its readers, and checks them.
 
-    Raises UserError for what could not be read or would not be, before any data is.
+    Raises UserError for anything that could not be read later, before any data is read.
     """
-    # Model folders load and save in moments; their bars bury the log.
+    # Model folders load and save quickly; their progress bars would only clutter the log.
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
     set_digest_folder(store_root(cfg.store) / "digests", full=cfg.digests == "full")
-    cfg, report = settle(cfg)
+    cfg, report = resolve_paths(cfg)
     with phase("reading the model's configuration and tokenizer"):
         if cfg.model.compile not in (None, AUTO):
             check_backend(cfg.model.compile)
@@ -302,15 +302,18 @@ def resolve(cfg: Config) -> Resolved[Config]:
         command = command_text("weigh", *cfg.composed.arguments())
         length_from = getattr(cfg.objective, "length_from", None)
         readers = Readers(base, cfg.judge, cfg.verbalizer, cfg.lengths, cfg.align.method, length_from, command)
-        require_reader(cfg.weights, cfg.objective)
+        require_weights_are_read(cfg.weights, cfg.objective)
         judged = check_readers(readers, cfg.weights)
-        log_once([f"chat template: training has {chat.chosen.origin}{judged}"])
+        log_once([f"chat template: training uses {chat.chosen.origin}{judged}"])
     return Resolved(cfg, base, readers, report)
 
 
 def check_readers(readers: Readers, source: WeightSource) -> str:
-    """Returns how a judge's prompt is framed, "" without a judge; UserError for a reader or layer that is not there."""
-    judge = readers.make(source)
+    """Checks the reader and its layer; returns the framing of a judge's prompt, "" without a judge.
+
+    Raises UserError for a reader or layer that does not exist.
+    """
+    judge = readers.make_reader(source)
     if "reward" in source.requires and judge is not None:
         source.resolve(judge.num_layers)
     if not isinstance(judge, RunJudge):
@@ -318,19 +321,19 @@ def check_readers(readers: Readers, source: WeightSource) -> str:
     depth = judge.num_layers
     if len(depth.attending) < depth:
         layers = ", ".join(map(str, depth.attending))
-        log_once([f"judge: {judge.path} has attention in {len(depth.attending)} of {int(depth)} layers: {layers}"])
-    if not wants_auto(source):
+        log_once([f"judge: {len(depth.attending)} of {int(depth)} layers of {judge.path} have attention: {layers}"])
+    if not needs_layer_search(source):
         source.resolve(depth)
     return f"; {judge.describe_frame()}"
 
 
 def log_model(spec: ModelSpec) -> None:
-    """Logs what a model's config says: class, parameters, layers. UserError when there is no such config."""
+    """Logs class, parameters and layers from a model's config. Raises UserError if there is no such config."""
     layers = num_layers(spec.path, spec.revision)
     config = load_config(spec.path, spec.revision)
     parameters, adapters = count_parameters(config, spec.lora)
     name = (config.architectures or [type(config).__name__])[0]
-    trained = f" ({adapters:,} more in adapters, which alone are trained)" if adapters else ""
+    trained = f" ({adapters:,} more in adapters; only these are trained)" if adapters else ""
     attention = resolve_attention(spec.path, spec.revision, spec.attn_implementation)
     instead = "" if attention == spec.attn_implementation else f", {attention} attention (its class has no other)"
     stored = str(config.dtype or spec.dtype).removeprefix("torch.")
@@ -340,5 +343,7 @@ def log_model(spec: ModelSpec) -> None:
         lines.append(describe_adapter_coverage(build_on_meta(config), spec.lora))
     if spec.quantize is not None:
         packed = ModelShape.from_model_config(config).linear / parameters
-        lines.append(f"model.quantize: {packed:.0%} of the parameters, the blocks' linear modules, are kept in 4 bits")
+        lines.append(
+            f"model.quantize: {packed:.0%} of the parameters (the blocks' linear modules) are stored in 4 bits"
+        )
     log_once(lines)

@@ -1,4 +1,4 @@
-"""Result of a run: what ``result.json`` holds, typed. Written and read here alone."""
+"""Result of a run: the typed contents of ``result.json``, which is written and read only here."""
 
 import math
 from collections.abc import Mapping
@@ -8,19 +8,19 @@ from typing import Any
 from attnpo.system.files import Json, flatten, parse_json
 
 REWARDS = "rewards"
-# A model is destroyed where its largest weight grew by more, or where the mean log-probability of chosen answers fell
-# below so many times what it was and by so many nats for each of their tokens.
+# A model counts as destroyed if its largest weight grew by more than GROWTH, or if the mean log-probability of chosen
+# answers became UNLIKELY times as negative and fell by more than LOST_NATS nats per token.
 GROWTH, UNLIKELY, LOST_NATS = 1e3, 3.0, 2.0
-LESS = "no improvement whatever its other numbers; give a smaller optimizer.lr"
-OVERLAP = "trained_on"  # of the account of validation pairs
+LESS = "its other numbers mean nothing; set a smaller optimizer.lr"
+OVERLAP = "trained_on"  # key in the summary of the validation pairs
 
 
 @dataclass(frozen=True)
 class TruthScores:
-    """Scores of a policy on the held-out prompts of one split.
+    """True-reward scores of a policy on the held-out prompts of one split.
 
-    ``numbers``: scalars by name. ``rewards``: the true reward of every prompt, mean of its answers; ``base_rewards``:
-    the base's.
+    ``numbers``: scalars by name. ``rewards``: true reward of every prompt, mean over its answers. ``base_rewards``: the
+    same for the base.
     """
 
     numbers: dict[str, float]
@@ -30,11 +30,11 @@ class TruthScores:
 
 @dataclass(frozen=True)
 class RunResult:
-    """Account of a finished run.
+    """Result of a finished run.
 
-    ``seconds``: of the training and of all. ``metrics``: the last logged values. ``inputs``: what became of them.
-    ``truth``: scores by split, None without one. ``drift``: where the policy moved. ``merged``: what merging adapters
-    took, by folder.
+    ``seconds``: of training and in total. ``metrics``: last logged values. ``inputs``: statistics of the inputs.
+    ``truth``: true-reward scores by split, None if unknown. ``drift``: where the policy moved. ``merged``: rounding
+    errors of merged adapters, by folder.
     """
 
     seed: int
@@ -48,64 +48,66 @@ class RunResult:
     merged: dict[str, Json] = field(default_factory=dict)
 
     def split(self, name: str) -> dict[str, Json]:
-        """Returns what became of a split's pairs; empty where it is not said."""
+        """Returns the statistics of a split's pairs; empty if there are none."""
         part = self.inputs.get(name)
         return part if isinstance(part, dict) else {}
 
     def input(self, split: str, name: str) -> float:
-        """Returns a number of a split's account by its dotted ``name``; NaN where it is missing."""
-        return _number(self.split(split), name, ".")
+        """Returns a number from a split's statistics by its dotted ``name``; NaN if it is missing."""
+        return _number_at(self.split(split), name, ".")
 
     def drift_value(self, name: str) -> float:
-        """Returns a number of ``drift`` by its path (``answers/kl``); NaN where it is missing."""
-        return _number(self.drift, name, "/")
+        """Returns a number from ``drift`` by its path (``answers/kl``); NaN if it is missing."""
+        return _number_at(self.drift, name, "/")
 
     @property
     def judge(self) -> dict[str, Json]:
-        """Returns how good the judge's verdicts are; empty where none were read."""
+        """Returns the statistics of the judge's verdicts; empty if none were read."""
         return self.split("judge")
 
     @property
     def judge_warning(self) -> str | None:
-        """Returns what is wrong with the judge's verdicts, if they tell nothing of preference."""
+        """Returns a warning if the judge's verdicts carry no preference, else None."""
         warning = self.judge.get("warning")
         return None if warning is None else str(warning)
 
     @property
     def overlap_warning(self) -> str | None:
-        """Returns how much of validation is trained on as well; None where nothing is, or where it was not counted."""
+        """Returns a warning if validation pairs were also trained on; None otherwise, or if they were not counted."""
         found = self.split("val").get(OVERLAP)
         warning = found.get("warning") if isinstance(found, dict) else None
         return None if warning is None else str(warning)
 
     @property
     def is_destroyed(self) -> bool:
-        """Returns whether training left no usable model: weights blown up, or chosen answers that became unlikely."""
-        return self.metrics.get("moved/growth", 1.0) > GROWTH or self._unlikely
+        """Returns whether training left no usable model: its weights exploded, or chosen answers became unlikely."""
+        return self.metrics.get("moved/growth", 1.0) > GROWTH or self._is_unlikely
 
     @property
-    def _unlikely(self) -> bool:
+    def _is_unlikely(self) -> bool:
         first, last = (self.metrics.get(f"{name}val/logps/chosen", math.nan) for name in ("first/", ""))
         return last < UNLIKELY * first and first - last > LOST_NATS * self.input("val", "tokens.chosen.p50")
 
     @property
     def training_warning(self) -> str | None:
-        """Returns that training moved no weight, or destroyed the model; None where neither is so."""
+        """Returns a warning if training moved no weight or destroyed the model, else None."""
         moved = self.metrics
         if moved.get("moved/grad_norm") == 0:
-            return "no step had a gradient, so nothing was learned: look at the weights and the objective"
+            return "no step had a gradient, so nothing was learned: check the token weights and the objective"
         if moved.get("moved/weights") == 0:
-            return "training moved no weight: the policy is the base as it was; give a larger optimizer.lr"
-        if self._unlikely:
+            return "training changed no weight, so the policy equals the base: set a larger optimizer.lr"
+        if self._is_unlikely:
             first, last = moved["first/val/logps/chosen"], moved["val/logps/chosen"]
-            return f"the model is destroyed: log-prob of chosen answers {last:.0f}, {first:.0f} before; {LESS}"
+            return (
+                f"the model is destroyed: log-prob of chosen answers {last:.0f} ({first:.0f} before training); {LESS}"
+            )
         if self.is_destroyed:
-            return f"the model is destroyed: weights {moved['moved/growth']:.0e} times larger; {LESS}"
+            return f"the model is destroyed: its weights grew {moved['moved/growth']:.0e}-fold; {LESS}"
         return None
 
     @property
     def warnings(self) -> list[str]:
-        """Returns warnings that belong beside every figure: failed training, leaked pairs, the judge, lost weights."""
+        """Returns the warnings to show with every figure: failed training, leaked pairs, a bad judge, lost weights."""
         lost = [f"{name}: {part['warning']}" for name in ("train", "val") if "warning" in (part := self.split(name))]
         found = (self.training_warning, self.overlap_warning, self.judge_warning, *lost)
         return [text for text in found if text is not None]
@@ -124,7 +126,7 @@ class RunResult:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "RunResult":
-        """Returns the result that ``to_json`` wrote. ValueError for what is no result of a run."""
+        """Builds the result from the content that ``to_json`` returned. Raises ValueError for anything else."""
         try:
             truth = None
             if data["truth"]:
@@ -144,18 +146,18 @@ class RunResult:
             numbers = int(data.get("seed", 0)), int(data["steps"])
             return cls(*numbers, seconds, metrics, inputs, versions, truth, drift, merged)
         except (KeyError, TypeError, AttributeError) as problem:
-            raise ValueError(f"it is no result of a run: {problem!r}") from problem
+            raise ValueError(f"this is not the result of a run: {problem!r}") from problem
 
     @classmethod
     def read(cls, text: str) -> "RunResult":
-        """Returns the result in the text of a ``result.json``. ValueError for what is none."""
+        """Parses the text of a ``result.json``. Raises ValueError for anything else."""
         data = parse_json(text)
         if not isinstance(data, dict):
-            raise ValueError(f"it is no result of a run: expected keys with values, got {type(data).__name__}")
+            raise ValueError(f"this is not the result of a run: expected keys with values, got {type(data).__name__}")
         return cls.from_json(data)
 
 
-def _number(node: Mapping[str, Json], name: str, between: str) -> float:
-    """Returns the number at ``name``, its keys joined by ``between``; NaN where it is missing."""
+def _number_at(node: Mapping[str, Json], name: str, between: str) -> float:
+    """Returns the number at ``name``, its keys joined by ``between``; NaN if it is missing."""
     value = dict(flatten(node, between)).get(name)
     return float(value) if isinstance(value, int | float) else math.nan

@@ -1,4 +1,4 @@
-"""One run from a composed config: prepare, train, score, sample, report. Every point of a study is one of these."""
+"""One run from a config: prepare, train, score, sample, report. Every point of a study is one run."""
 
 import json
 import logging
@@ -24,13 +24,13 @@ from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
 from attnpo.run.components import Truth
 from attnpo.run.folders import POLICIES, make_folder
-from attnpo.run.for_page import PAIRS, keep_for_page
-from attnpo.run.identity import identity_of
+from attnpo.run.for_page import PAIRS, save_page_examples
+from attnpo.run.identity import make_identity
 from attnpo.run.input_summary import example_statistics, log_inputs, log_plan, require_budgets, require_examples
-from attnpo.run.inputs import Inputs, heat_rows, read_inputs, write_training_prompts
-from attnpo.run.memory import fit_memory, footprint, log_judge, log_training, require_device
-from attnpo.run.messages import warn_low_rate
-from attnpo.run.models import load_start
+from attnpo.run.inputs import Inputs, heat_map_pairs, read_inputs, write_training_prompts
+from attnpo.run.memory import fit_memory, log_judge_memory, log_training_memory, make_memory_plan, require_device
+from attnpo.run.messages import warn_low_learning_rate
+from attnpo.run.models import load_base_model
 from attnpo.run.resolve import BaseModel, Readers, resolve
 from attnpo.run.result import RunResult, TruthScores
 from attnpo.run.resume import (
@@ -38,12 +38,12 @@ from attnpo.run.resume import (
     RESULT,
     check_contents,
     check_folder,
-    contents_of,
+    copy_to_last,
+    digest_contents,
+    find_checkpoint,
     find_finished_result,
-    find_resume,
-    keep_last,
+    finish_replacements,
     prepare_folder,
-    tidy_checkpoints,
     write_config,
     write_result,
 )
@@ -53,59 +53,60 @@ from attnpo.system.credentials import identify, mask_credentials
 from attnpo.system.files import name_file_in_errors
 from attnpo.system.machine import package_versions
 from attnpo.system.processes import is_main_process
-from attnpo.training.checkpoint_folders import read_account
+from attnpo.training.checkpoint_folders import read_checkpoint_info
 from attnpo.training.metrics_file import merge_metrics
-from attnpo.training.processes import as_launched, machine_line, planned_processes
-from attnpo.training.settings import CallbackSettings, check_tracker
+from attnpo.training.processes import apply_launcher, describe_machine, planned_processes
+from attnpo.training.settings import CallbackSettings, check_wandb
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
 
-    from attnpo.run.training import Trained
+    from attnpo.run.training import TrainingOutcome
 
 log = logging.getLogger(__name__)
 
 
 def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
-    """Returns the result of one run, also written to ``result.json`` in its folder.
+    """Runs one config; returns its result, which is also written to ``result.json`` in its folder.
 
-    Of several processes the first one writes and scores; the others get None. ``resume`` auto gives the result of a
-    finished run, and scores one that was killed after its last step. ``point``: a study's, which mends what is damaged.
-    Raises Interrupted where a signal ended the training, and UserError for settings, inputs or a state that cannot be.
+    With several processes the first one writes and scores, and the others return None. ``resume`` auto returns the
+    result of a finished run, and only scores a run that was killed after its last step. ``point``: marks a study's
+    point, which repairs a damaged folder. Raises RunInterrupted if a signal ended training, and UserError for invalid
+    settings, inputs or states.
     """
     began = time.perf_counter()
-    as_launched(cfg.trainer)  # refuses before anything is loaded
-    leading = is_main_process()  # before training: Lightning takes its variables back afterwards
-    identity = identity_of(cfg)
+    apply_launcher(cfg.trainer)  # raises UserError before anything is loaded
+    leading = is_main_process()  # read before training, because Lightning resets its variables afterwards
+    identity = make_identity(cfg)
     before = find_finished_result(folder, identity, point) if cfg.resume == "auto" else None
     if before is not None:
         return before if leading else None
-    check_tracker(cfg.logger)
-    if cfg.callbacks.extra:  # refused before anything is loaded or read
-        from attnpo.training.trainer import make_extra
+    check_wandb(cfg.logger)
+    if cfg.callbacks.extra:  # checked before anything is loaded or read
+        from attnpo.training.trainer import make_extra_callbacks
 
-        make_extra(cfg.callbacks.extra)
+        make_extra_callbacks(cfg.callbacks.extra)
     if cfg.model.lora is not None:
-        warn_low_rate(cfg.optimizer.lr)
-    resume = find_resume(cfg.resume, folder, identity.numbers, point)
+        warn_low_learning_rate(cfg.optimizer.lr)
+    resume = find_checkpoint(cfg.resume, folder, identity.numbers, point)
     check_folder(folder, resume)
     if leading:
         make_folder(folder)
     cfg, base, readers, _ = resolve(cfg)
-    spec, batch = fit_memory(replace(footprint(cfg), model=base.spec))
+    spec, batch = fit_memory(replace(make_memory_plan(cfg), model=base.spec))
     base = replace(base, spec=spec)
     readers = replace(readers, base=base)
     require_device(cfg.trainer.accelerator)
-    log_training(footprint(cfg), spec, batch, cfg.composed.overrides, cfg.composed.config_dir)
+    log_training_memory(make_memory_plan(cfg), spec, batch, cfg.composed.overrides, cfg.composed.config_dir)
     if "judge" in cfg.weights.requires:
-        log_judge(readers.make_judge(), base.device)
+        log_judge_memory(readers.make_judge(), base.device)
     inputs = read_inputs(cfg, base, readers)
     if inputs.layer_choice is not None:
         cfg = cfg.with_value("weights.layer", getattr(inputs.recipe.source, "layer", None))
-    numbers, contents = identity_of(cfg).numbers, contents_of(inputs, base, digest_named_functions(cfg.values))
+    numbers, contents = make_identity(cfg).numbers, digest_contents(inputs, base, digest_named_functions(cfg.values))
     if resume is not None:
         check_contents(numbers, contents, resume)
-    configuration, machine = to_yaml(cfg.values), machine_line(cfg.trainer, cfg.seed)
+    configuration, machine = to_yaml(cfg.values), describe_machine(cfg.trainer, cfg.seed)
     if leading:
         prepare_folder(folder, resume)
         write_config(folder, configuration, machine)
@@ -117,7 +118,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         require_examples(split, made, planned_processes(cfg.trainer))
     require_budgets(inputs.examples, cfg.layout, batch)
     log_plan(inputs.examples["train"], batch, cfg.trainer, cfg.callbacks, base.tokenizer)
-    # Lightning takes seconds: what inputs can be refused for is said before, and a finished run does without.
+    # Importing Lightning takes seconds, so this comes after all checks of the inputs; a finished run skips it.
     with import_phase("loading Lightning"):
         from attnpo.run.report import card_facts
         from attnpo.run.training import train
@@ -129,45 +130,45 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         trained = train(cfg, base, batch, inputs, account, facts, folder, loggers, resume)
         if not leading:
             return None
-        result = _finish(cfg, base, readers, inputs, statistics, trained, folder, loggers, began, resume, point)
-    write_config(folder, configuration, machine)  # once more, so that what is sealed is what ran
+        result = _finish_run(cfg, base, readers, inputs, statistics, trained, folder, loggers, began, resume, point)
+    write_config(folder, configuration, machine)  # again, so that the sealed config is the one that ran
     write_result(folder / f"{RESULT}.part")
     return result
 
 
-def _finish(
+def _finish_run(
     cfg: RunConfig,
     base: BaseModel,
     readers: Readers,
     inputs: Inputs,
     statistics: dict[str, Json],
-    trained: "Trained",
+    trained: "TrainingOutcome",
     folder: Path,
     loggers: list["Logger"],
     began: float,
     resume: Path | None,
     point: bool,
 ) -> RunResult:
-    """Scores, samples and reports a trained policy; what fails is named and left out, but of a ``point`` its scores."""
-    from attnpo.run.report import publish_run, write_run_report
+    """Scores, samples and reports a trained policy. Failures are logged and left out, except a point's scores."""
+    from attnpo.run.report import log_run_to_wandb, write_run_report
 
     callbacks, policy, chat = cfg.callbacks, trained.policy, base.chat
-    with spare(folder, "tidying the run's folder"):
+    with tolerate_failure(folder, "tidying the run's folder"):
         merge_metrics(folder)
-        tidy_checkpoints(folder)
+        finish_replacements(folder)
         if callbacks.checkpoints:
-            keep_last(folder, resume)
-    with spare(folder, "moving the policy back to its device"):
-        policy.to(base.device)  # one that was sharded was put together on the CPU
-        restore_attention(policy.model)  # what is scored and sampled runs as any other model
+            copy_to_last(folder, resume)
+    with tolerate_failure(folder, "moving the policy back to its device"):
+        policy.to(base.device)  # a sharded policy was gathered on the CPU
+        restore_attention(policy.model)  # scoring and sampling use the usual attention
     truth, sampled, drift = None, list[PreferencePair](), dict[str, Json]()
-    with nullcontext() if point else spare(folder, "scoring by the truth"):
+    with nullcontext() if point else tolerate_failure(folder, "scoring by the true reward"):
         truth, sampled = score_truth(cfg.truth, base, policy)
-    with spare(folder, "measuring where the policy moved", UserError if point else Exception):
+    with tolerate_failure(folder, "measuring where the policy moved", UserError if point else Exception):
         if cfg.drift is not None:
             drift = cfg.drift.measure(policy, inputs, readers, cfg.objective, cfg.reference, cfg.truth, sampled)
     if callbacks.samples:
-        with spare(folder, "sampling answers"):
+        with tolerate_failure(folder, "sampling answers"):
             write_samples(
                 base,
                 policy.model,
@@ -187,37 +188,37 @@ def _finish(
         package_versions(),
         truth,
         drift,
-        merges_of(folder),
+        read_merge_losses(folder),
     )
     if result.training_warning is not None:
         log.warning("warning: %s", result.training_warning)
     (folder / f"{RESULT}.part").write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
     if point:
-        with spare(folder, "keeping examples for the study's page"):
-            keep_for_page(folder, heat_rows(inputs, chat.tokenizer, PAIRS), sampled)
+        with tolerate_failure(folder, "keeping examples for the study's page"):
+            save_page_examples(folder, heat_map_pairs(inputs, chat.tokenizer, PAIRS), sampled)
     if callbacks.report:
-        with spare(folder, "the report"):
+        with tolerate_failure(folder, "writing the report"):
             shown = inputs.examples["train"].examples[: 0 if base.spec.reward else callbacks.heat_maps]
             with phase("log-probabilities of the first pairs"):
                 first = base.score(policy, shown)
             write_run_report(inputs, result, chat, callbacks, to_yaml(cfg.values), folder, first)
-    with spare(folder, "handing the run to its loggers"):
-        publish_run(loggers, inputs, result, chat.tokenizer, callbacks, folder)
+    with tolerate_failure(folder, "sending results to the loggers"):
+        log_run_to_wandb(loggers, inputs, result, chat.tokenizer, callbacks, folder)
     return result
 
 
-def merges_of(folder: Path) -> dict[str, Json]:
-    """Returns what merging adapters into ``best/`` and ``last/`` took, for ``result.json``; empty without adapters."""
+def read_merge_losses(folder: Path) -> dict[str, Json]:
+    """Reads the rounding errors of merging adapters into ``best/`` and ``last/``; empty without adapters."""
     found: dict[str, Json] = {
-        name: account["merge"] for name in POLICIES if "merge" in (account := read_account(folder / name))
+        name: account["merge"] for name in POLICIES if "merge" in (account := read_checkpoint_info(folder / name))
     }
     numbers = "the policy as it was trained, its adapters beside their base"
     return {"numbers_of": numbers, **found} if found else {}
 
 
 @contextmanager
-def spare(folder: Path, what: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """Logs an error of that kind raised while making ``what`` and goes on; ``failures.txt`` gets its traceback."""
+def tolerate_failure(folder: Path, what: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Logs errors of type ``kind`` during ``what`` and continues; appends their traceback to ``failures.txt``."""
     try:
         yield
     except kind as problem:
@@ -227,21 +228,21 @@ def spare(folder: Path, what: str, kind: type[Exception] = Exception) -> Iterato
             with suppress(OSError), (folder / FAILURES).open("a", encoding="utf-8") as file:
                 file.write(f"{what}\n{mask_credentials(traceback.format_exc())}\n")
                 place = f"; traceback in {folder / FAILURES}"
-        log.warning("warning: %s failed after the last step and is left out of the result: %s%s", what, words, place)
+        log.warning("warning: %s failed after training, so the result lacks it: %s%s", what, words, place)
 
 
-@phase("answers to held-out prompts, scored by the truth")
+@phase("scoring answers to held-out prompts")
 def score_truth(
     scorer: Truth | None, start: BaseModel, policy: ScoredLM
 ) -> tuple[dict[str, TruthScores] | None, list[PreferencePair]]:
-    """Returns scores against a known truth on validation and test prompts, and the answers to the test prompts.
+    """Scores the policy by the true reward on validation and test prompts; also returns the test answers.
 
-    Answers: the policy's as chosen, the start's as rejected. None and no answers in settings without a truth.
+    Answers: the policy's as chosen, the base's as rejected. Returns None and no answers if there is no true reward.
     """
     if scorer is None:
         return None, []
     model = freeze(policy.model)
-    base, tokenizer = freeze(load_start(start)), start.tokenizer
+    base, tokenizer = freeze(load_base_model(start)), start.tokenizer
     scores: dict[str, TruthScores] = {}
     sampled: list[PreferencePair] = []
     for split in ("validation", "test"):
@@ -257,23 +258,23 @@ def score_truth(
             for prompt, answer, rival in zip(score.prompts, score.answers, rivals.texts, strict=True)
         ]
     log.info(
-        "truth, held-out prompts: reward %.3f (base %.3f), win rate %.3f, KL %.2f",
+        "true reward on held-out prompts: %.3f (base %.3f), win rate %.3f, KL %.2f",
         *(scores["test"].numbers[name] for name in ("reward", "base_reward", "win_rate", "kl")),
     )
     return scores, sampled
 
 
-# The base answers the same prompts alike at every point of a study: sampled once per process.
+# The base's answers are the same at every point of a study, so they are sampled once per process.
 _base_answers: dict[tuple[ModelSpec, Any, str], Any] = {}
 
 
 def validation_pairs(inputs: Inputs) -> list[PreferencePair]:
-    """Returns the validation pairs that the policy is measured on."""
+    """Returns the validation pairs that the policy is evaluated on."""
     kept = set(get_pair_ids(inputs.examples["val"].examples))
     return [pair for pair in inputs.pairs["val"].pairs if pair.pair_id in kept]
 
 
-@phase("sample answers")
+@phase("sampling answers")
 def write_samples(
     base: BaseModel,
     policy: PreTrainedModel,
@@ -284,17 +285,17 @@ def write_samples(
     max_length: int,
     seed: int,
 ) -> None:
-    """Answers prompts of the first ``settings.samples`` pairs that leave room with both models, a JSON line each."""
+    """Writes both models' answers to the first ``settings.samples`` prompts that leave room, one JSON line each."""
     limit = min(max_length, context_length(policy.config) or max_length)
     encoded = encode_prompts(
         [AnswerPrompt(pair.pair_id, pair.prompt) for pair in pairs], base.chat, settings.sample_tokens, limit
     )
     pairs = [pair for pair in pairs if pair.pair_id in encoded.kept][: settings.samples]
     if not pairs:
-        log.info("no validation prompt leaves room for %d sample tokens", settings.sample_tokens)
+        log.info("no answers sampled: no validation prompt leaves room for %d tokens", settings.sample_tokens)
         return
     sampling = Sampling(max_new_tokens=settings.sample_tokens, seed=seed)
-    reference = load_start(base)
+    reference = load_base_model(base)
     reference.to(policy.device)  # type: ignore[arg-type]
     answers = {
         name: make_chat_generator(model, base.chat).generate([pair.prompt for pair in pairs], sampling)
@@ -304,4 +305,4 @@ def write_samples(
         for i, pair in enumerate(pairs):
             row = {"prompt": list(pair.prompt), **{name: texts[i] for name, texts in answers.items()}}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    log.info("%d sample answers in %s", len(pairs), path)
+    log.info("wrote %d sample answers to %s", len(pairs), path)

@@ -1,4 +1,4 @@
-"""All keys of one run as a typed root, their types, and which of them have no effect."""
+"""Typed root config with all keys of one run, and the keys without effect."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,15 +15,15 @@ from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.terms import AnchorOn
 from attnpo.run.combinations import (
     LAYOUTS,
-    is_auto,
-    require_format,
-    require_margin,
-    require_one_piece,
-    require_pairs,
-    require_parts,
-    require_reader,
+    is_auto_layer,
+    require_pairs_per_step,
     require_reference,
-    require_whole,
+    require_reference_and_packages,
+    require_reward_model_fits,
+    require_trainable_dtype,
+    require_unsharded_policy,
+    require_unsharded_quantization,
+    require_weights_are_read,
 )
 from attnpo.run.components import DriftMeasure, LayerFinder, Preparer, Truth
 from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_seed
@@ -37,25 +37,25 @@ from attnpo.weights.verbalizer_settings import Verbalizer
 
 
 def require_name(name: str | None) -> None:
-    """Raises UserError for a name that is no folder of its own below ``output``."""
+    """Raises UserError for a name that is not a folder below ``output``."""
     if name is not None and (not name.strip(" ./") or ".." in Path(name).parts or Path(name).is_absolute()):
         raise UserError(f"name: expected the name of a folder below `output`, got {name!r}")
     if name is not None and not name.isprintable():
-        raise UserError(f"name: expected printable characters alone, got {name!r}")
+        raise UserError(f"name: expected only printable characters, got {name!r}")
 
 
 def require_folder(key: str, folder: str | None) -> None:
-    """Raises UserError for the value of ``key`` where it can be no folder; None stands for a default."""
+    """Raises UserError if the value of ``key`` cannot be a folder; None means a default."""
     if folder is not None and not (folder.strip() and folder.isprintable()):
-        raise UserError(f"{key}: expected the path of a folder in printable characters, got {folder!r}")
+        raise UserError(f"{key}: expected the path of a folder with only printable characters, got {folder!r}")
 
 
 @dataclass(frozen=True)
 class RunConfig(RootConfig):
-    """One run; a field per key of ``configs/fit.yaml`` that a run reads, where each is explained."""
+    """Config of one run; has a field for each of a run's keys in ``configs/fit.yaml``, which explains them."""
 
     trains: ClassVar[bool] = True
-    """True where the command trains the model that it is given."""
+    """True if the command trains its model."""
 
     data: PairReader
     model: ModelSpec
@@ -90,60 +90,60 @@ class RunConfig(RootConfig):
     def __post_init__(self) -> None:
         check_seed("seed", self.seed, self.seed_count())
         if not 0 < self.lock_timeout < math.inf:
-            raise UserError(f"lock_timeout: expected seconds, more than 0, got {self.lock_timeout}")
+            raise UserError(f"lock_timeout: expected a number of seconds greater than 0, got {self.lock_timeout}")
         check_choice("digests", self.digests, CHOICES)
         require_name(self.name)
         require_folder("output", self.output)
         require_folder("store", self.store)
         if self.layout not in LAYOUTS:
-            raise UserError(f"layout={self.layout!r} is not known; one of {', '.join(LAYOUTS)}")
-        require_parts(self.reference, self.model, self.optimizer)
-        require_one_piece(self.trainer, self.model)
+            raise UserError(f"layout={self.layout!r} is unknown: expected one of {', '.join(LAYOUTS)}")
+        require_reference_and_packages(self.reference, self.model, self.optimizer)
+        require_unsharded_quantization(self.trainer, self.model)
         self.check_combination()
 
     def seed_count(self) -> int:
-        """Returns how many seeds are counted from ``seed``."""
+        """Returns the number of consecutive seeds, starting at ``seed``."""
         return 1
 
-    def title(self) -> str:
-        """Returns what a run folder without a name is called, before its time stamp."""
+    def default_name(self) -> str:
+        """Returns the default name of a run folder, without its time stamp."""
         return "run"
 
     def headline(self) -> str:
-        """Returns what is about to be done, in a few words."""
+        """Describes in a few words what is about to run."""
         return f"one run, setting {self.composed.choices.get('setting') or 'none'}"
 
     def budget(self) -> str:
-        """Returns how long is trained."""
+        """Describes the length of the training."""
         trainer = self.trainer
         epochs = f"{trainer.max_epochs} epoch{'s' * (trainer.max_epochs != 1)}"
         return epochs if trainer.max_steps < 0 else f"{trainer.max_steps} optimiser steps"
 
     def grid_note(self) -> str:
-        """Returns what replaces the learning rate and beta that stand in the configuration; empty for a single run."""
+        """Describes what replaces the config's learning rate and beta; empty for a single run."""
         return ""
 
-    def kept_folder(self) -> str | None:
-        """Returns the folder below ``output`` that a repeated command finds without a name; None for a fresh one."""
+    def reusable_folder(self) -> str | None:
+        """Returns the folder below ``output`` that a repeated command reuses without a name; None for a new folder."""
         return None
 
     def check_combination(self) -> None:
-        """Raises UserError for components that do not go together."""
-        require_reader(self.weights, self.objective)
+        """Raises UserError for incompatible components."""
+        require_weights_are_read(self.weights, self.objective)
         require_reference(self.reference, self.objective)
-        require_pairs(self.batch, self.objective)
+        require_pairs_per_step(self.batch, self.objective)
         if self.trains:
-            require_format(self.model, self.optimizer)
-        require_whole(self.trainer, self.objective)
+            require_trainable_dtype(self.model, self.optimizer)
+        require_unsharded_policy(self.trainer, self.objective)
         check_transforms(self.weights, list(self.transforms.values()))
         if isinstance(self.data, PairSource) and self.data.has_separate_traces:
             check_apart(self.weights)
         if self.model.reward:
-            require_margin(self.objective, self.weights, self.trainer)
-            self._require_no_answers()
+            require_reward_model_fits(self.objective, self.weights, self.trainer)
+            self._require_no_sampled_answers()
 
-    def _require_no_answers(self) -> None:
-        """Raises UserError for what a reward model, which writes no answers, is asked for beside its training."""
+    def _require_no_sampled_answers(self) -> None:
+        """Raises UserError if a reward model, which writes no answers, should be scored or measured on answers."""
         asked = {
             "truth=null": self.truth is not None,
             "drift.pairs=0": self.drift is not None and self.drift.pairs > 0,
@@ -154,23 +154,23 @@ class RunConfig(RootConfig):
             raise UserError(f"model.reward=true trains a model that writes no answers: set {' '.join(given)}")
 
     def chosen_later(self) -> frozenset[str]:
-        """Groups that runs made from this config choose for themselves: what depends on one is left alone."""
+        """Returns the config groups that the runs made from this config set themselves, so checks skip them."""
         return frozenset()
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
+        """Lists keys without effect under the other settings, with the reason."""
         source = type(self.weights).__name__
         found: dict[str, str] = {}
         chosen = self.chosen_later()
         if "weights" not in chosen:
             if "judge" not in self.weights.requires:
                 found["judge"] = f"weights are {source}, which needs no judge"
-            if not is_auto(getattr(self.weights, "layer", None)):
+            if not is_auto_layer(getattr(self.weights, "layer", None)):
                 found["auto_layer"] = "weights.layer is not auto"
             if self.weights.tokens == "train":
-                found["align"] = f"weights are {source}, which lie on the training tokens already"
+                found["align"] = f"weights are {source}, which are computed on the training tokens"
             if "generator" not in self.weights.requires:
-                found["verbalizer"] = f"weights are {source}, which ask no verbalizer"
+                found["verbalizer"] = f"weights are {source}, which need no verbalizer"
         if "judge" not in chosen and not self.judge.other:
             found["other_judge"] = "the judge is not the setting's other judge (judge=other)"
             if self.judge.path is None:
@@ -179,7 +179,7 @@ class RunConfig(RootConfig):
         if "model" not in chosen and (Path(self.model.path).expanduser().is_dir() or self.model.path == MISSING):
             found["model.revision"] = "the model is a folder on this machine"
         if self.drift is not None and self.drift.pairs and self.truth is None:
-            found["drift.answers"] = "no answers are sampled without a truth"
+            found["drift.answers"] = "answers are sampled only with a truth"
         if "objective" not in chosen:
             found |= self._unread_objective()
         if "callbacks" not in chosen:
@@ -189,12 +189,12 @@ class RunConfig(RootConfig):
     def _unread_objective(self) -> dict[str, str]:
         name, found = type(self.objective).__name__, {}
         if "reference" not in self.objective.requires | online_reads(self.weights):
-            found["reference"] = f"objective {name} reads no reference"
+            found["reference"] = f"objective {name} needs no reference"
         anchored, on = getattr(self.objective, "anchor", 0), getattr(self.objective, "anchor_on", None)
         if anchored and on is AnchorOn.LOW and getattr(self.weights, "neutral", False) and not self.transforms:
-            found["objective.anchor"] = "objective.anchor_on=low holds tokens below uniform: uniform weights have none"
+            found["objective.anchor"] = "objective.anchor_on=low needs weights below uniform, and uniform has none"
         if getattr(self.objective, "beta", None) != self.default_beta:
-            found["default_beta"] = f"objective {name} has a beta of its own, or none"
+            found["default_beta"] = f"objective {name} has its own beta, or none"
         return found
 
     def _unread_callbacks(self) -> dict[str, str]:
@@ -209,7 +209,7 @@ class RunConfig(RootConfig):
         return found
 
 
-# Keys of `fit` that only training reads.
+# Keys of `fit` that are used only in training.
 TRAINING = (
     *("optimizer", "callbacks", "logger", "reference", "resume", "seeds", "grid", "grids", "batch"),
     "verbalized_epochs",

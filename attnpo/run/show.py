@@ -1,4 +1,4 @@
-"""``attnpo.show``: from what was asked to pairs with numbers by layer, round and stage, on a terminal or in a file."""
+"""``attnpo.show``: pairs with numbers per token, by layer, round and stage, on a terminal or in a file."""
 
 import json
 import logging
@@ -34,13 +34,13 @@ from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.run.combinations import wants_auto
-from attnpo.run.folders import CONFIG, POLICIES, saved_config
-from attnpo.run.inputs import decoder, read_inputs
-from attnpo.run.models import load_start
-from attnpo.run.resolve import BaseModel, open_paths, resolve
+from attnpo.run.combinations import needs_layer_search
+from attnpo.run.folders import CONFIG, POLICIES, load_saved_config
+from attnpo.run.inputs import make_decoder, read_inputs
+from attnpo.run.models import load_base_model
+from attnpo.run.resolve import BaseModel, missing_path_keys, resolve
 from attnpo.run.run_config import RunConfig
-from attnpo.run.show_config import ALL, MEAN, ROUNDS, ShowConfig, TypedPair
+from attnpo.run.show_config import ALL, MEAN, ROUNDS, CommandLinePair, ShowConfig
 from attnpo.schema import (
     SIDES,
     EncodedResponse,
@@ -66,14 +66,14 @@ AT_ONCE = 64  # copies of a pair per call of the objective
 
 
 class ViewKey(NamedTuple):
-    """Choice of the weights to show: layer, round (mean, 1, 2) and stage (captured, source, or the last transform)."""
+    """Selection of weights to show: layer, round (mean, 1, 2) and stage (captured, source, or the last transform)."""
 
     layer: int | None
     round: str
     stage: str
 
-    def words(self) -> str:
-        """Returns the view in words."""
+    def describe(self) -> str:
+        """Describes the view in words."""
         layer = [] if self.layer is None else [f"layer {self.layer}"]
         rounds = "mean of the rounds" if self.round == MEAN else f"round {self.round}"
         return ", ".join([*layer, rounds, f"stage {self.stage}"])
@@ -81,14 +81,14 @@ class ViewKey(NamedTuple):
 
 @dataclass(frozen=True)
 class PairLogps:
-    """Log-probabilities of a pair's tokens under policy and reference, (chosen, rejected) each, in nats."""
+    """Log-probabilities of a pair's tokens under policy and reference, each (chosen, rejected), in nats."""
 
     policy: LogpPair
     reference: LogpPair
 
     def columns(self, objective: PreferenceObjective, example: TrainingExample) -> list[dict[str, Float[Tensor, " _"]]]:
-        """Returns the columns of either side: log-probabilities, log-ratio, contribution to the margin."""
-        parts = contributions(objective, example, self)
+        """Returns the columns of each side: log-probabilities, log-ratio and contribution to the margin."""
+        parts = margin_contributions(objective, example, self)
         return [
             {"logp": policy, "reference_logp": reference, "log_ratio": policy - reference, "contribution": part}
             for policy, reference, part in zip(self.policy, self.reference, parts, strict=True)
@@ -96,25 +96,25 @@ class PairLogps:
 
 
 def show(cfg: ShowConfig) -> None:
-    """Prints the pairs that ``cfg`` asks for, or writes them to its file."""
+    """Prints the requested pairs, or writes them to a file."""
     file = cfg.out_file()
     if file is not None:
         check_is_marked_file(f"out={file}", file, MAKER)
     if cfg.bad_batch is None:
-        pairs = weighed_pairs(cfg)
+        pairs = load_weighed_pairs(cfg)
     else:
-        pairs = bad_pairs(Path(cfg.bad_batch).expanduser(), cfg.ids, cfg.column, cfg.model)
+        pairs = load_bad_pairs(Path(cfg.bad_batch).expanduser(), cfg.ids, cfg.column, cfg.model)
     if cfg.out == "-":
         sys.stdout.writelines(_json_lines(pairs))
     elif file is None:
         print_pairs(pairs, cfg.column, Console())
     else:
-        _write(pairs, file)
-        log.info("%d views, %d tokens: %s", len(pairs), sum(len(pair.rows()) for pair in pairs), file)
+        _write_pairs(pairs, file)
+        log.info("wrote %d views with %d tokens to %s", len(pairs), sum(len(pair.rows()) for pair in pairs), file)
 
 
 def _json_lines(pairs: Sequence[WeighedPair]) -> Iterator[str]:
-    """Yields a line of JSON per token; numbers that are not finite, which JSON has not, as words."""
+    """Yields a JSON line per token; writes non-finite numbers, which JSON lacks, as text."""
     for row in (row for pair in pairs for row in pair.rows()):
         plain = {
             name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -123,8 +123,8 @@ def _json_lines(pairs: Sequence[WeighedPair]) -> Iterator[str]:
         yield json.dumps(plain, ensure_ascii=False) + "\n"
 
 
-def _write(pairs: Sequence[WeighedPair], path: Path) -> None:
-    """Writes ``pairs`` to ``path`` in the format of its ending, whole or not at all. UserError for a file not ours."""
+def _write_pairs(pairs: Sequence[WeighedPair], path: Path) -> None:
+    """Writes ``pairs`` to ``path`` atomically, in the format of its suffix. Raises UserError for a foreign file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content: str | bytes
     if path.suffix == ".html":
@@ -139,31 +139,33 @@ def _write(pairs: Sequence[WeighedPair], path: Path) -> None:
     write_marked_file(f"out={path}", path, content, MAKER)
 
 
-def weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
-    """Returns the typed pair, or rows of a run's or the configuration's data, under every view that is asked for.
+def load_weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
+    """Returns the requested pairs under every requested view: one from the command line, or rows of a data set.
 
-    UserError where nothing is named, a row is not there, or it cannot be weighed or scored.
+    Raises UserError if no pairs are named, or if a row does not exist or cannot be weighed or scored.
     """
     typed = None
     if cfg.prompt is not None and cfg.chosen is not None and cfg.rejected is not None:
-        typed = TypedPair(cfg.prompt, cfg.chosen, cfg.rejected)
-    run: RunConfig = cfg if cfg.run is None else saved_config(Path(cfg.run), f"run={cfg.run}")
+        typed = CommandLinePair(cfg.prompt, cfg.chosen, cfg.rejected)
+    run: RunConfig = cfg if cfg.run is None else load_saved_config(Path(cfg.run), f"run={cfg.run}")
     if (file := cfg.out_file()) is not None:
         run.check_output_paths("out", file)
-    if "data.path" in open_paths(run.model, run.data) and run.prepare is None:
+    if "data.path" in missing_path_keys(run.model, run.data) and run.prepare is None:
         if typed is None:
             raise UserError(
-                "nothing to show: give prompt=TEXT chosen=TEXT rejected=TEXT with model.path=MODEL, or run=FOLDER, "
-                "bad_batch=FILE, or data.path=PAIRS with model.path=MODEL; see --help"
+                "there is nothing to show: set prompt=TEXT chosen=TEXT rejected=TEXT with model.path=MODEL, or "
+                "run=FOLDER, or bad_batch=FILE, or data.path=PAIRS with model.path=MODEL; see --help"
             )
         run = run.with_component("data", typed)
-    run, base, readers, _ = resolve(run.with_value("judge.low_label_mass", WARN))  # nothing is paid for
+    run, base, readers, _ = resolve(
+        run.with_value("judge.low_label_mass", WARN)
+    )  # showing costs no training, so a bad judge is fine
     source, transforms = run.weights, run.transforms
-    if wants_auto(source) or any(transform.needs_fit for transform in transforms.values()):
-        if isinstance(run.data, TypedPair):
+    if needs_layer_search(source) or any(transform.needs_fit for transform in transforms.values()):
+        if isinstance(run.data, CommandLinePair):
             raise UserError(
-                "weights.layer=auto and transforms that learn from training pairs need some: give run=FOLDER, or "
-                "data.path=PAIRS beside the pair"
+                "weights.layer=auto and fitted transforms need training pairs: set run=FOLDER, or data.path=PAIRS in "
+                "addition to the pair"
             )
         inputs = read_inputs(run, base, readers)
         source = inputs.recipe.source
@@ -171,17 +173,17 @@ def weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
     if typed is not None:
         pairs: Sequence[PreferencePair] = typed.load("train").pairs
     else:
-        pairs = _chosen(run.data.load(cfg.split), cfg.split, cfg.rows, cfg.ids)
+        pairs = _select_pairs(run.data.load(cfg.split), cfg.split, cfg.rows, cfg.ids)
     if isinstance(source, OnlineSource):
         raise UserError(
-            f"weights {type(source).__name__} are computed anew in every training step, so there are none "
-            "to show: give other weights, or bad_batch= for a step that was saved"
+            f"weights {type(source).__name__} are computed in every training step, so there are none to show: use "
+            "other weights, or bad_batch= for a saved step"
         )
     encoded = encode_pairs(pairs, base.chat, run.lengths)
     for line in encoded.tally.format_lines():
         log.warning("%s", line)
     weighed = readers.weigh(source, {"train": encoded, "val": EncodedSet([], [], Tally(), 0)}, every_row=True)
-    asked = _views(cfg.layers, cfg.rounds, cfg.stages, weighed, transforms)
+    asked = _requested_views(cfg.layers, cfg.rounds, cfg.stages, weighed, transforms)
     viewed: list[tuple[PreferencePair, ViewKey, TrainingExample, PairWeights | None]] = []
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         raw = weighed.captured.get(pair.pair_id)
@@ -189,15 +191,15 @@ def weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
             log.warning("pair %s cannot be shown: %s", pair.pair_id, raw.story)
             continue
         for view, at_layer in asked:
-            rounds = raw if raw is None else _one_round(raw, view.round)
-            example = _example(view, at_layer, pair, sides, rounds, weighed, transforms, run.align)
+            rounds = raw if raw is None else _select_round(raw, view.round)
+            example = _make_example(view, at_layer, pair, sides, rounds, weighed, transforms, run.align)
             viewed.append((pair, view, example, rounds))
     scores: Mapping[str, PairLogps] = {}
     if cfg.reads_logps:
         if base.spec.reward:
             raise UserError(f"column={cfg.column}: model.reward=true gives no log-probs; set column=relative")
         examples = {example.pair_id: example for _, _, example, _ in viewed}
-        scores = _scores(base, _policy(cfg.policy, cfg.run, cfg.column), list(examples.values()))
+        scores = _score_tokens(base, _policy_folder(cfg.policy, cfg.run, cfg.column), list(examples.values()))
     note = type(weighed.source).__name__.lower()
     traces: dict[str, tuple[str, ...]] = {}
     if "judge" in weighed.source.requires:
@@ -206,24 +208,24 @@ def weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
         after += [] if judge.settings.prefill is None else [repr(judge.settings.prefill)]
         note += f" after {' and '.join(after)}" if after else ""
         traces = {pair.pair_id: judge.stored_traces(pair) for pair, *_ in viewed}
-    decode, found = decoder(base.tokenizer), []
+    decode, found = make_decoder(base.tokenizer), []
     for pair, view, example, rounds in viewed:
         known = scores.get(pair.pair_id)
         columns = [{}, {}] if known is None else known.columns(run.objective, example)
         made = pair_with_weights(pair, example, decode, rounds, columns)
-        words, written = f"{note}, {view.words()}", traces.get(pair.pair_id, ())
+        words, written = f"{note}, {view.describe()}", traces.get(pair.pair_id, ())
         found.append(replace(made, note=words, view=view._asdict(), traces=written))
     return found
 
 
-def _views(
+def _requested_views(
     layers: Sequence[int | str],
     rounds: Sequence[int | str],
     stages: Sequence[str],
     weighed: WeighingResult,
     transforms: Mapping[str, WeightTransform],
 ) -> list[tuple[ViewKey, WeightSource]]:
-    """Returns the views that are asked for, each with the source at its layer. UserError for what there is not."""
+    """Returns the requested views, each with the source at its layer. Raises UserError for ones that do not exist."""
     source, name = weighed.source, type(weighed.source).__name__
     known = [*([CAPTURED] if source.requires else []), SOURCE, *transforms]
     chosen = known if list(stages) == [ALL] else list(stages) or known[-1:]
@@ -231,28 +233,28 @@ def _views(
         check_choice("stages", stage, known)
     names = [str(one) for one in rounds]
     if names != [MEAN] and "judge" not in source.requires:
-        raise UserError(f"rounds=[{','.join(names)}]: {name} asks no judge, so there are no rounds: leave rounds= out")
+        raise UserError(f"rounds=[{','.join(names)}]: {name} uses no judge, so it has no rounds: leave out rounds=")
     single = source.layer if isinstance(source, Attention) and not source.layers else None
     sources: list[tuple[int | None, WeightSource]] = [(single if isinstance(single, int) else None, source)]
     if layers:
         if not isinstance(source, Attention):
-            raise UserError(f"layers={list(layers)}: {name} reads no single layer; leave layers= out")
+            raise UserError(f"layers={list(layers)}: {name} does not read a single layer: leave out layers=")
         every = list(layers) == [ALL]
         numbers = attending(weighed.depth) if every else distinct_layers(layers, weighed.depth, "layers")
         sources = [(number, replace(source, layer=number, layers=())) for number in numbers]
     return [(ViewKey(number, one, stage), at) for (number, at), one, stage in product(sources, names, chosen)]
 
 
-def _one_round(raw: PairWeights, name: str) -> PairWeights:
+def _select_round(raw: PairWeights, name: str) -> PairWeights:
     if name == MEAN:
         return raw
     place = ROUNDS.index(name) - 1
     if place >= len(raw.rounds):
-        raise UserError(f"rounds=[{name}]: pair {raw.pair_id} was read in {len(raw.rounds)} rounds")
+        raise UserError(f"rounds=[{name}]: pair {raw.pair_id} has only {len(raw.rounds)} rounds")
     return replace(raw, rounds=raw.rounds[place : place + 1])
 
 
-def _example(
+def _make_example(
     view: ViewKey,
     source: WeightSource,
     pair: PreferencePair,
@@ -262,7 +264,7 @@ def _example(
     transforms: Mapping[str, WeightTransform],
     align: AlignRules,
 ) -> TrainingExample:
-    """Returns the pair weighed up to the stage of ``view``."""
+    """Returns the pair with its weights up to the stage of ``view``."""
     names = list(transforms)
     first = names[: names.index(view.stage) + 1] if view.stage in names else []
     made = [transforms[name] for name in first]
@@ -273,27 +275,30 @@ def _example(
     return make_example(pair.pair_id, encoded, weights)
 
 
-def _chosen(found: PairSet, split: str, rows: str, ids: Sequence[str]) -> Sequence[PreferencePair]:
-    """Returns the pairs that ``ids`` or ``rows`` name."""
+def _select_pairs(found: PairSet, split: str, rows: str, ids: Sequence[str]) -> Sequence[PreferencePair]:
+    """Returns the pairs selected by ``ids`` or ``rows``."""
     if not ids:
         return [found.pairs[row] for row in parse_row_range(rows, len(found), "rows")]
-    return [found.pairs[place] for place in _places(list_pair_ids(found.pairs), ids, f"split={split}")]
+    return [found.pairs[place] for place in _find_ids(list_pair_ids(found.pairs), ids, f"split={split}")]
 
 
-def _places(known: Sequence[str], ids: Sequence[str], where: str) -> list[int]:
-    """Returns the places of the ids that begin as one of ``ids`` does. UserError where there is none."""
+def _find_ids(known: Sequence[str], ids: Sequence[str], where: str) -> list[int]:
+    """Returns the positions of the ids that begin with one of ``ids``. Raises UserError if there are none."""
     places = [place for place, pair_id in enumerate(known) if pair_id.startswith(tuple(ids))]
     if not places:
         first = ", ".join(pair_id[:8] for pair_id in known[:3])
-        raise UserError(f"ids={list(ids)}: none of the {len(known)} pairs of {where} begins so; the first are {first}")
+        raise UserError(
+            f"ids={list(ids)}: none of the {len(known)} pairs of {where} has an id that begins with these; the first "
+            f"ids are {first}"
+        )
     return places
 
 
-def _scores(base: BaseModel, folder: str | None, examples: Sequence[TrainingExample]) -> dict[str, PairLogps]:
+def _score_tokens(base: BaseModel, folder: str | None, examples: Sequence[TrainingExample]) -> dict[str, PairLogps]:
     """Returns log-probabilities by pair id under the policy in ``folder`` and under the run's base."""
-    reference = base.score(ScoredLM(load_start(base)), examples)
+    reference = base.score(ScoredLM(load_base_model(base)), examples)
     if folder is None:
-        log.warning("no policy is named (policy=FOLDER, run=FOLDER): it is the reference itself, so log-ratios are 0")
+        log.warning("no policy is named (policy=FOLDER or run=FOLDER), so the reference is shown and log-ratios are 0")
         return {name: PairLogps(one, one) for name, one in reference.items()}
     log.info("policy: %s", folder)
     model = load_model(folder, dtype=base.spec.dtype, attn_implementation=base.spec.attn_implementation)
@@ -301,8 +306,8 @@ def _scores(base: BaseModel, folder: str | None, examples: Sequence[TrainingExam
     return {name: PairLogps(policy[name], reference[name]) for name in policy}
 
 
-def _policy(policy: str | None, run: str | None, column: str) -> str | None:
-    """Returns where the policy lies; None where the model itself is meant. UserError for a run that kept none."""
+def _policy_folder(policy: str | None, run: str | None, column: str) -> str | None:
+    """Returns the policy's folder; None to use the model itself. Raises UserError for a run without a policy."""
     if policy is not None or run is None:
         return policy
     for name in POLICIES:
@@ -310,37 +315,37 @@ def _policy(policy: str | None, run: str | None, column: str) -> str | None:
         if (folder / "config.json").is_file():
             return str(folder)
     raise UserError(
-        f"run={run}: no model lies in {' or '.join(POLICIES)} (callbacks.checkpoints=false?), so no policy "
-        f"gives column={column}: give policy=FOLDER, or column=relative"
+        f"run={run}: there is no model in {' or '.join(POLICIES)} (callbacks.checkpoints=false?), but "
+        f"column={column} needs a policy: set policy=FOLDER, or column=relative"
     )
 
 
 # ------------------------------------------------------------------------------------------------ a saved step
 
 
-def bad_pairs(path: Path, ids: Sequence[str], column: str, model: ModelSpec) -> list[WeighedPair]:
-    """Returns the pairs of the saved step ``path`` that ``ids`` names; without ids those with a loss that is no number.
+def load_bad_pairs(path: Path, ids: Sequence[str], column: str, model: ModelSpec) -> list[WeighedPair]:
+    """Returns pairs of the saved step ``path``: those in ``ids``, else those with a non-finite loss, else all.
 
-    All where there is none such. ``model``: has the tokenizer, else the run's. UserError for another file, a column it
-    lacks, and no tokenizer.
+    ``model``: provides the tokenizer; otherwise the run does. Raises UserError for another kind of file, a column that
+    the step lacks, or a missing tokenizer.
     """
-    contents = _contents(path)
+    contents = _load_saved_step(path)
     if column == "contribution":
         raise UserError(
-            "column=contribution: a saved step has no rewards by token; take log_ratio, logp, reference_logp, relative "
+            "column=contribution: a saved step has no rewards by token: use log_ratio, logp, reference_logp, relative "
             "or weight"
         )
-    decode = decoder(_saved_tokenizer(model, path))
+    decode = make_decoder(_load_saved_tokenizer(model, path))
     found = [pair for batches in contents["processes"] for batch in batches for pair in _saved_pairs(batch, decode)]
     known = [pair.pair.pair_id for pair in found]
-    chosen = [found[place] for place in _places(known, ids or contents["pairs"] or [""], str(path))]
+    chosen = [found[place] for place in _find_ids(known, ids or contents["pairs"] or [""], str(path))]
     if column not in (has := chosen[0].chosen.columns):
-        raise UserError(f"column={column}: this step was scored without a reference; it has {', '.join(has)}")
+        raise UserError(f"column={column}: this step was scored without a reference: use one of {', '.join(has)}")
     return chosen
 
 
-def _contents(path: Path) -> dict[str, Any]:
-    wanted = "expected a file nonfinite-step-N.pt, which a run leaves when a step is not finite"
+def _load_saved_step(path: Path) -> dict[str, Any]:
+    wanted = "expected a file nonfinite-step-N.pt, which a run saves if a step is not finite"
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as problem:
@@ -351,14 +356,14 @@ def _contents(path: Path) -> dict[str, Any]:
     return contents
 
 
-def _saved_tokenizer(model: ModelSpec, path: Path) -> PreTrainedTokenizerBase:
+def _load_saved_tokenizer(model: ModelSpec, path: Path) -> PreTrainedTokenizerBase:
     if model.path == MISSING:
         if not (path.parent / CONFIG).is_file():
             raise UserError(
-                f"bad_batch={path}: no run lies beside it ({CONFIG} is missing), so its tokens have no words: give "
-                "model.path=FOLDER_OR_HUB_NAME"
+                f"bad_batch={path}: the file is not in a run folder ({CONFIG} is missing), so there is no tokenizer: "
+                "set model.path=FOLDER_OR_HUB_NAME"
             )
-        model = saved_config(path.parent, f"bad_batch={path}").model
+        model = load_saved_config(path.parent, f"bad_batch={path}").model
     return load_tokenizer(model.path, model.revision)
 
 
@@ -385,33 +390,35 @@ def _saved_pairs(saved: Mapping[str, Any], decode: Callable[[int], str]) -> Iter
 # ------------------------------------------------------------------------------------------------ numbers of tokens
 
 
-def contributions(objective: PreferenceObjective, example: TrainingExample, scores: PairLogps) -> LogpPair:
-    """Returns how much smaller the margin is where the policy has the reference's log-probability of a token.
+def margin_contributions(objective: PreferenceObjective, example: TrainingExample, scores: PairLogps) -> LogpPair:
+    """Returns how much the margin shrinks if the policy had the reference's log-probability of each token.
 
-    In the objective's own rewards; where those are linear in the log-ratios, contributions add up to the margin.
+    Uses the objective's own rewards; if they are linear in the log-ratios, contributions add up to the margin. Raises
     UserError for an objective that reads more than log-probabilities and weights.
     """
     more = sorted(objective.requires - {"reference", "token_weights"})
     if more:
         raise UserError(
-            f"column=contribution: objective {type(objective).__name__} also reads {', '.join(more)}, so a token has "
-            "no part of its own in the margin; take another column, or objective=twdpo"
+            f"column=contribution: objective {type(objective).__name__} also reads {', '.join(more)}, so the margin "
+            "cannot be split by token: use another column, or objective=twdpo"
         )
     counts = [len(side.response_ids) for side in example.sides]
     places = [(side, place) for side, count in enumerate(counts) for place in range(count)]
-    whole = float(_margins(objective, example, scores, [None])[0])
+    whole = float(_margins_without_tokens(objective, example, scores, [None])[0])
     chunks = [places[start : start + AT_ONCE] for start in range(0, len(places), AT_ONCE)]
-    parts = (whole - torch.cat([_margins(objective, example, scores, chunk) for chunk in chunks])).float()
+    parts = (
+        whole - torch.cat([_margins_without_tokens(objective, example, scores, chunk) for chunk in chunks])
+    ).float()
     return parts[: counts[0]], parts[counts[0] :]
 
 
-def _margins(
+def _margins_without_tokens(
     objective: PreferenceObjective,
     example: TrainingExample,
     scores: PairLogps,
     left_out: Sequence[tuple[int, int] | None],
 ) -> Float[Tensor, " _"]:
-    """Returns the margin with each token (side, place) as the reference has it; with None as the policy has all."""
+    """Returns the margin with each token (side, place) set to the reference's value; with None, the policy's margin."""
     copies = len(left_out)
     batch = collate([example] * copies, padded_layout, 0, copies)
     shape = batch.main.response_mask.shape

@@ -1,4 +1,4 @@
-"""Settings of ``attnpo.show``, the keys of ``configs/show.yaml``. Light: read before a model loads."""
+"""Config of ``attnpo.show``, with the keys of ``configs/show.yaml``. Light: read before any model loads."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,15 +17,15 @@ ENDINGS = (".jsonl", ".csv", ".parquet", ".html")
 
 
 @dataclass(frozen=True)
-class TypedPair:
-    """One pair of a command line in the place of a run's data (config node ``data``)."""
+class CommandLinePair:
+    """One pair from the command line, used instead of a run's data (config node ``data``)."""
 
     prompt: str
     chosen: str
     rejected: str
 
     def load(self, split: str) -> PairSet:
-        """Returns the pair as "train"; "val" has none."""
+        """Returns the pair as split "train"; split "val" is empty."""
         if split != "train":
             return PairSet([])
         turn = Message(role="user", content=self.prompt)
@@ -34,7 +34,7 @@ class TypedPair:
 
 @dataclass(frozen=True)
 class ShowConfig(RunConfig):
-    """Pairs token by token; a field for each key of ``configs/show.yaml`` that a run has not, where it is explained."""
+    """Config for showing pairs token by token; adds the keys of ``configs/show.yaml``, which explains them."""
 
     trains: ClassVar[bool] = False
 
@@ -62,11 +62,11 @@ class ShowConfig(RunConfig):
         if not self.rounds:
             raise UserError(f"rounds: expected some of {', '.join(ROUNDS)}, got none")
         if self.run is not None and self.bad_batch is not None:
-            raise UserError("run= and bad_batch= each name what is shown: give one of them")
+            raise UserError("run= and bad_batch= cannot be combined: set only one of them")
         if self.out not in (None, "-") and not self.out.endswith(ENDINGS):
-            raise UserError(f"out={self.out}: expected a file ending in {', '.join(ENDINGS)}, or - for JSONL as output")
+            raise UserError(f"out={self.out}: expected a file ending in {', '.join(ENDINGS)}, or - to print JSONL")
         if self.out is not None and self.out.endswith(".html") and self.column not in WEIGHTS:
-            raise UserError(f"out={self.out}: a page shows weights, and column={self.column}: set column=relative")
+            raise UserError(f"out={self.out}: a page shows only weights, not column={self.column}: set column=relative")
 
     @property
     def reads_logps(self) -> bool:
@@ -74,19 +74,19 @@ class ShowConfig(RunConfig):
         return self.column in LOGPS
 
     def out_file(self) -> Path | None:
-        """Returns the file that is written; None where there is none."""
+        """Returns the file to write; None if there is none."""
         return None if self.out in (None, "-") else Path(str(self.out)).expanduser()
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
+        """Lists keys without effect under the other settings, with the reason."""
         found = {**super().unread(), **dict.fromkeys(TRAINING, "show trains nothing")}
         found |= dict.fromkeys(("drift", "truth", "seed", "layout"), "show trains nothing")
         if self.run is not None or self.bad_batch is not None:
-            which = "the run's own" if self.run is not None else "what was saved"
+            which = "the run's own data" if self.run is not None else "a saved step"
             names = ["weights", "judge", "data", "transforms", "lengths", "align", "objective", "prepare", "store"]
-            found |= dict.fromkeys(names if self.run is None else [*names, "model"], f"shown is {which}")
+            found |= dict.fromkeys(names if self.run is None else [*names, "model"], f"show displays {which}")
         if self.bad_batch is not None:
-            found |= dict.fromkeys(("policy", "split", "layers", "rounds", "stages"), "shown is what was saved")
+            found |= dict.fromkeys(("policy", "split", "layers", "rounds", "stages"), "show displays a saved step")
         elif not self.reads_logps:
             found["policy"] = f"column={self.column} reads no log-probs"
         if self.ids:

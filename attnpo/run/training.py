@@ -1,4 +1,4 @@
-"""Training of one run: the policy, its reference, the batches and Lightning around them."""
+"""Training of one run: sets up policy, reference, batches and Lightning's Trainer, and fits."""
 
 import gc
 import logging
@@ -28,17 +28,17 @@ from attnpo.models.layouts import padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.run.inputs import Inputs
-from attnpo.run.memory import decision, footprint
+from attnpo.run.memory import describe_decision, make_memory_plan
 from attnpo.run.models import (
     BYTES_PER_TOKEN,
+    add_reference_logps,
     choose_layout,
     compile_policy,
-    fill_reference,
+    fill_reference_table,
     load_policy,
     load_reference,
     reference_table,
-    with_reference,
-    without_compilation,
+    refit_without_compilation,
 )
 from attnpo.run.report import make_exporter
 from attnpo.run.resolve import BaseModel
@@ -47,15 +47,15 @@ from attnpo.schema import SIDES
 from attnpo.system.processes import is_main_process
 from attnpo.system.store import Store, StoreTable
 from attnpo.text.chat import ChatFormat
-from attnpo.training.anchor_rows import AnchoredObjective, Anchors
+from attnpo.training.anchor_rows import AnchoredObjective, AnchorSampler
 from attnpo.training.callbacks import Movement
-from attnpo.training.gather import LeastBudgets, SameEverywhere, WholePolicy
+from attnpo.training.gather import FullPolicyGather, RankConsistencyCheck, SmallestTokenBudgets
 from attnpo.training.module import PreferenceModule, RowMaker
-from attnpo.training.processes import as_launched, environment, require_world
-from attnpo.training.reference_cache import KeptReference
-from attnpo.training.resume_state import Continuation, random_state, set_random_state
+from attnpo.training.processes import apply_launcher, make_cluster_environment, require_world_size
+from attnpo.training.reference_cache import ReferenceRecorder
+from attnpo.training.resume_state import ExactResume, get_random_state, set_random_state
 from attnpo.training.settings import total_steps
-from attnpo.training.signals import Interruption
+from attnpo.training.signals import SignalHandler
 from attnpo.training.trainer import make_callbacks, make_trainer, quiet_lightning
 from attnpo.weights.base import OnlineSource, online_reads
 from attnpo.weights.capture import store_logps
@@ -63,14 +63,14 @@ from attnpo.weights.capture import store_logps
 log = logging.getLogger(__name__)
 
 
-# Logged values that say nothing of the model: counters and how fast this machine was.
+# Logged values that do not describe the model: counters and the machine's speed.
 NO_RESULT = ("step", "epoch", "train/tokens_per_s", "train/pairs_per_s", "train/gpu_mem_gib")
 
 Some = TypeVar("Some", bound=L.Callback)
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingOutcome:
     """Outcome of a training, for scoring and reports."""
 
     policy: ScoredLM
@@ -91,17 +91,18 @@ def train(
     folder: Path,
     loggers: list[Logger],
     resume: Path | None = None,
-) -> Trained:
-    """Returns the trained policy of a run; writes logs and checkpoint folders under ``folder``.
+) -> TrainingOutcome:
+    """Trains the policy of a run; writes logs and checkpoint folders under ``folder``.
 
-    ``base`` and ``batch``: what memory allows; ``account``: of the checkpoints; ``facts``: of their cards.
+    ``base`` and ``batch``: fitted to memory. ``account``: data for ``checkpoint.json``. ``facts``: data for the model
+    cards.
     """
-    settings = as_launched(cfg.trainer)
+    settings = apply_launcher(cfg.trainer)
     callbacks, objective, source = cfg.callbacks, cfg.objective, cfg.weights
     L.seed_everything(cfg.seed, verbose=False)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    leading = is_main_process()  # before training: Lightning takes its variables back afterwards
+    leading = is_main_process()  # read before training, because Lightning resets its variables afterwards
     policy = load_policy(base)
     examples = {split: made.examples for split, made in inputs.examples.items()}
     reference, kept = None, None
@@ -109,19 +110,19 @@ def train(
     if "reference" in reads:
         table = reference_table(base, cfg.lengths)
         if cfg.reference == "first_epoch":
-            kept = keeper(base.store, table, inputs.examples)
+            kept = make_reference_recorder(base.store, table, inputs.examples)
         if cfg.reference == "cached":
             command = command_text("weigh", *cfg.composed.arguments())
-            fill_reference(base, table, inputs.examples, policy, cfg.layout, command)
+            fill_reference_table(base, table, inputs.examples, policy, cfg.layout, command)
         if cfg.reference == "cached" or (cfg.reference == "first_epoch" and kept is None):
-            examples = with_references(base.store, table, inputs.examples)
+            examples = add_reference_logps_to_splits(base.store, table, inputs.examples)
         else:
             reference = load_reference(base, cfg.reference, policy)
     online = source if isinstance(source, OnlineSource) else None
     models = [model for model in (policy, reference) if model is not None]
     layout = padded_layout if base.spec.reward else choose_layout(base, cfg.layout, cfg.reference, models, reads)
     if not compile_policy(base, policy, layout, required=cfg.model.compile != AUTO):
-        spec, batch = without_compilation(footprint(cfg), base.spec, policy)
+        spec, batch = refit_without_compilation(make_memory_plan(cfg), base.spec, policy)
         base = replace(base, spec=spec)
     recipe = inputs.recipe
     data = PreferenceDataModule(
@@ -143,51 +144,57 @@ def train(
     )
     data.set_examples(examples["train"], examples["val"])
     exporter = make_exporter(base.spec, base.chat, callbacks.export_dtype, facts)
-    gathered = WholePolicy()
+    gathered = FullPolicyGather()
     watched: list[L.Callback] = [gathered, *([kept] if kept else [])]
     if len(cfg.model.memory_choices()) > 1 or cfg.model.compile == AUTO:
-        watched.append(SameEverywhere(*decision(cfg.model, base.spec)))
+        watched.append(RankConsistencyCheck(*describe_decision(cfg.model, base.spec)))
     if batch != cfg.batch:
-        watched.append(LeastBudgets(data))
+        watched.append(SmallestTokenBudgets(data))
     watched += make_callbacks(callbacks, settings, folder, exporter, account)
 
-    def begin() -> L.Trainer:
+    def start_trainer() -> L.Trainer:
         with quiet_lightning():
-            trainer = make_trainer(settings, loggers, watched, folder, accumulation=1, environment=environment())
-        require_world(trainer.world_size, settings)
+            trainer = make_trainer(
+                settings, loggers, watched, folder, accumulation=1, environment=make_cluster_environment()
+            )
+        require_world_size(trainer.world_size, settings)
         trainer.accumulate_grad_batches = data.accumulation_steps(trainer.world_size)
         return trainer
 
-    trainer = begin()
+    trainer = start_trainer()
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
-    makers = makers_of(objective, base.chat, int(cfg.lengths.max_length))
+    makers = make_row_makers(objective, base.chat, int(cfg.lengths.max_length))
     transforms = inputs.weighed.transforms
     coefficient = base.spec.router_aux_loss_coef
     module = PreferenceModule(
         policy, reference, objective, cfg.optimizer, steps, online, makers, kept, transforms, coefficient
     )
     module.one_fit = True
-    del models, reference  # the module alone holds the reference, and may let it go
-    trained = _fit(trainer, begin, module, data, resume, folder / "last" if callbacks.checkpoints else None)
+    del models, reference  # so that the module can free the reference
+    trained = _fit_policy(
+        trainer, start_trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None
+    )
     whole = gathered.state
     if whole is None and resume is not None and leading and is_sharded(policy):  # no step was left
-        whole = saved_state(resume)
+        whole = load_saved_state(resume)
     if not whole:  # not sharded, or not the first process
         return trained
     policy = load_policy(base)
-    policy.model.load_state_dict({**policy.model.state_dict(), **whole})  # a checkpoint holds what is trained alone
+    policy.model.load_state_dict({**policy.model.state_dict(), **whole})  # checkpoints lack frozen weights
     return replace(trained, policy=policy, reference=None)
 
 
-def with_references(
+def add_reference_logps_to_splits(
     store: Store, table: StoreTable, sets: Mapping[str, ExampleSet]
 ) -> dict[str, Sequence[TrainingExample]]:
-    """Returns the examples of every split with the stored log-probabilities, as ``with_reference`` does."""
-    return {split: with_reference(Path(store.root), table, made) for split, made in sets.items()}
+    """Returns the examples of every split with the stored reference log-probabilities."""
+    return {split: add_reference_logps(Path(store.root), table, made) for split, made in sets.items()}
 
 
-def keeper(store: Store, table: StoreTable, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
-    """Returns what stores a run's reference log-probabilities while it computes them; None if all are stored."""
+def make_reference_recorder(
+    store: Store, table: StoreTable, sets: Mapping[str, ExampleSet]
+) -> ReferenceRecorder | None:
+    """Returns the callback that records reference log-probabilities during training; None if all are stored."""
     pair_ids = list(dict.fromkeys(pair_id for made in sets.values() for pair_id in get_pair_ids(made.examples)))
     lacking = table.missing_pairs(pair_ids, SIDES)
     tokens = sum(int(np.sum(count_row_tokens(made.examples).responses)) for made in sets.values())
@@ -196,56 +203,56 @@ def keeper(store: Store, table: StoreTable, sets: Mapping[str, ExampleSet]) -> K
     if not lacking:
         return None
 
-    def complete() -> Mapping[str, Sequence[TrainingExample]] | None:
-        return None if table.missing_pairs(pair_ids, SIDES) else with_references(store, table, sets)
+    def load_complete() -> Mapping[str, Sequence[TrainingExample]] | None:
+        return None if table.missing_pairs(pair_ids, SIDES) else add_reference_logps_to_splits(store, table, sets)
 
-    return KeptReference(partial(store_logps, table), complete, set(pair_ids) - set(lacking))
+    return ReferenceRecorder(partial(store_logps, table), load_complete, set(pair_ids) - set(lacking))
 
 
-def makers_of(objective: PreferenceObjective, chat: ChatFormat, max_length: int) -> dict[str, RowMaker]:
-    """Returns what makes the further rows that the objective asks for with each micro-batch."""
+def make_row_makers(objective: PreferenceObjective, chat: ChatFormat, max_length: int) -> dict[str, RowMaker]:
+    """Returns the functions that make the objective's additional row groups for each micro-batch."""
     if "group:anchor" not in objective.requires:
         return {}
     if not isinstance(objective, AnchoredObjective):
-        raise ValueError(f"{type(objective).__name__} asks for anchors and does not say how they are sampled")
+        raise ValueError(f"{type(objective).__name__} requires anchors but has no property `anchor` to sample them")
     ends = tuple(sorted({*chat.end_ids, chat.tokenizer.eos_token_id} - {None}))
-    return {"anchor": Anchors(objective.anchor, ends, chat.rows.pad_id, max_length)}
+    return {"anchor": AnchorSampler(objective.anchor, ends, chat.rows.pad_id, max_length)}
 
 
 def is_sharded(policy: ScoredLM) -> bool:
-    """Returns whether the weights of a policy lie spread over processes."""
+    """Returns whether a policy's weights are sharded over processes."""
     return any(isinstance(parameter, DTensor) for parameter in policy.parameters())
 
 
-def saved_state(resume: Path) -> dict[str, Tensor]:
-    """Reads the policy's whole weights from a checkpoint, without a trainer."""
+def load_saved_state(resume: Path) -> dict[str, Tensor]:
+    """Reads the policy's full weights from a checkpoint, without a trainer."""
     saved = torch.load(resume, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
     own = "policy.model."
     return {name.removeprefix(own): value for name, value in saved.items() if name.startswith(own)}
 
 
 @phase("training")
-def _fit(
+def _fit_policy(
     trainer: L.Trainer,
     begin: Callable[[], L.Trainer],
     module: PreferenceModule,
     data: PreferenceDataModule,
     resume: Path | None,
     last: Path | None,
-) -> Trained:
+) -> TrainingOutcome:
     started, steps = time.perf_counter(), module.total_steps
     trained = sum(value.numel() for value in module.policy.model.parameters() if value.requires_grad)
     log.info("training %d parameters for %d optimiser steps", trained, steps)
-    interruption, past = _one(trainer, Interruption), _one(trainer, Continuation)
+    interruption, past = _find_callback(trainer, SignalHandler), _find_callback(trainer, ExactResume)
     with quiet_lightning(), interruption.handle_signals(trainer, steps, last):
         if resume is None:
             with phase("validation before the first step"):
                 trainer.validate(module, data, verbose=False)
-            past.first = _metrics(trainer)
+            past.first = _logged_metrics(trainer)
             log.info("before the first step: val/loss %.6f", past.first.get("val/loss", float("nan")))
         mark_training_started()
-        before = random_state()
-        enough = _has_room(trainer, module, data, resume)
+        before = get_random_state()
+        enough = _fit_or_halve_budget(trainer, module, data, resume)
     if not enough:
         trainer = begin()
         set_random_state(before)
@@ -253,13 +260,15 @@ def _fit(
             trainer.fit(module, data, ckpt_path=resume, weights_only=True)
     earlier = {name: value for name, value in past.metrics.items() if name not in NO_RESULT}
     first = {f"first/{name}": value for name, value in past.first.items()}
-    metrics = {**earlier, **_metrics(trainer), **_one(trainer, Movement).metrics, **first}
-    return Trained(module.policy, module.reference, metrics, trainer.global_step, time.perf_counter() - started)
+    metrics = {**earlier, **_logged_metrics(trainer), **_find_callback(trainer, Movement).metrics, **first}
+    return TrainingOutcome(module.policy, module.reference, metrics, trainer.global_step, time.perf_counter() - started)
 
 
-def _has_room(trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, resume: Path | None) -> bool:
-    """Trains; False where memory ran out in the first step of a single process whose budget could be halved."""
-    budgets = data.token_budgets
+def _fit_or_halve_budget(
+    trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, resume: Path | None
+) -> bool:
+    """Trains; returns False if memory ran out in the first step of a single process and the budget was halved."""
+    token_budgets = data.token_budgets
     try:
         trainer.fit(module, data, ckpt_path=resume, weights_only=True)
         return True
@@ -267,9 +276,9 @@ def _has_room(trainer: L.Trainer, module: PreferenceModule, data: PreferenceData
         if trainer.world_size > 1 or module.sharded or module.updated or not data.halve_budget():
             raise
     log.warning(
-        "out of memory in the first step: batch.tokens=auto becomes %d tokens per forward, not %d, and the step starts "
-        "anew",
-        *(data.token_budgets[0], budgets[0]),
+        "out of memory in the first step: batch.tokens=auto becomes %d instead of %d tokens per forward, and training "
+        "starts again",
+        *(data.token_budgets[0], token_budgets[0]),
     )
     module.zero_grad(set_to_none=True)
     gc.collect()
@@ -277,9 +286,9 @@ def _has_room(trainer: L.Trainer, module: PreferenceModule, data: PreferenceData
     return False
 
 
-def _one(trainer: L.Trainer, kind: type[Some]) -> Some:
+def _find_callback(trainer: L.Trainer, kind: type[Some]) -> Some:
     return next(callback for callback in trainer.callbacks if isinstance(callback, kind))  # type: ignore[attr-defined]
 
 
-def _metrics(trainer: L.Trainer) -> dict[str, float]:
+def _logged_metrics(trainer: L.Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name not in NO_RESULT}

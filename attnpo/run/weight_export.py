@@ -1,7 +1,7 @@
-"""Run's token weights as a data set for other trainers: token ids and weights of every training pair, in one file.
+"""Export of a run's token weights as a data set for other trainers: token ids and weights of every pair, in one file.
 
-``FILE.meta.json`` beside it holds what the numbers were made with, and so do the metadata of a Parquet file's schema
-(key "attnpo", JSON). The columns are explained in docs/python_api.md.
+``FILE.meta.json`` next to it, and the schema metadata of a Parquet file (key "attnpo", JSON), describe how the numbers
+were made. docs/python_api.md explains the columns.
 """
 
 import json
@@ -17,7 +17,7 @@ from attnpo.config.compose import load
 from attnpo.data.collate import TrainingExample
 from attnpo.data.weighing import SPLITS
 from attnpo.models.spec import ModelSpec
-from attnpo.run.folders import saved_config
+from attnpo.run.folders import load_saved_config
 from attnpo.run.inputs import Inputs, read_inputs
 from attnpo.run.resolve import resolve
 from attnpo.run.run_config import RunConfig
@@ -59,29 +59,29 @@ SCHEMA = pa.schema(
 def export_weights(
     path: str | Path, overrides: Sequence[str] = (), *, run: str | Path | None = None, split: str = "train"
 ) -> Path:
-    """Writes the token weights of a configuration, or of a finished run, to ``path`` (.parquet or .jsonl); returns it.
+    """Writes the token weights of a config, or of a finished run, to ``path`` (.parquet or .jsonl); returns the path.
 
-    Weights come from the store; what it lacks is computed first. An earlier export there is replaced, any other file
-    refused.
+    Weights come from the store; missing ones are computed first. Replaces an earlier export, but no other file.
 
     Args:
-        path: the file; its folder is made.
+        path: output file; its folder is created.
         overrides: as on the command line of ``attnpo.weigh``: ``["setting=real_smoke", "model.path=MODEL", ...]``.
-        run: the folder of a run whose configuration is taken instead of ``overrides``.
+        run: folder of a run whose config is used instead of ``overrides``.
         split: "train" or "val".
 
     Raises:
-        UserError: another suffix or file, weights that are computed in training alone, a pair whose responses keep
-            different parts of the prompt (``lengths.keep=end``), and whatever stops ``attnpo.weigh``.
+        UserError: the suffix is unknown, ``path`` is another kind of file, weights are computed only during training,
+            the responses of a pair keep different parts of the prompt (``lengths.keep=end``), or ``attnpo.weigh`` would
+            fail.
     """
     if run is not None and overrides:
-        raise UserError("export_weights: expected overrides or run=FOLDER, got both; leave one out")
-    cfg = load("weigh", list(overrides)) if run is None else saved_config(Path(run), f"run={run}")
+        raise UserError("export_weights: expected overrides or run=FOLDER, got both: leave one out")
+    cfg = load("weigh", list(overrides)) if run is None else load_saved_config(Path(run), f"run={run}")
     return write_weights(cfg, Path(path), split)
 
 
 def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
-    """Returns the same for a typed configuration."""
+    """Writes the token weights of a typed config; see ``export_weights``."""
     check_export(cfg.weights, path)
     cfg.check_output_paths("export", path.expanduser())
     check_choice("split", split, SPLITS)
@@ -89,51 +89,51 @@ def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise UserError(f"export={path}: its folder cannot be made ({problem.strerror}); give another") from problem
+        raise UserError(f"export={path}: cannot create its folder ({problem.strerror}); use another one") from problem
     cfg, base, readers, _ = resolve(cfg)
     inputs = read_inputs(cfg, base, readers)
-    rows, nodes = list(rows_of(inputs, split)), ("lengths", "align", "weights", "transforms")
+    rows, nodes = list(export_rows(inputs, split)), ("lengths", "align", "weights", "transforms")
     settings = {name: cfg.node(name) for name in nodes}
-    meta = cast("dict[str, object]", redact(about(inputs, split, cfg.model, base.chat, settings)))
+    meta = cast("dict[str, object]", redact(export_metadata(inputs, split, cfg.model, base.chat, settings)))
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    content = _parquet(rows, meta) if path.suffix == PARQUET else "".join(lines)
+    content = _to_parquet(rows, meta) if path.suffix == PARQUET else "".join(lines)
     write_marked_file(f"export={path}", path, content, MAKER, meta)
-    log.info("%d pairs with token weights in %s", len(rows), path)
+    log.info("wrote %d pairs with token weights to %s", len(rows), path)
     return path
 
 
 def check_export(source: WeightSource, path: Path) -> None:
-    """Raises UserError for what can be told before any model runs: the file, the weights, the processes."""
+    """Raises UserError for problems known before any model runs: with the file, the weights or the processes."""
     if path.suffix not in (PARQUET, JSONL) or path.is_dir():
-        raise UserError(f"export={path}: expected a file that ends in {PARQUET} or {JSONL}; give such a name")
+        raise UserError(f"export={path}: expected a file name that ends in {PARQUET} or {JSONL}")
     if isinstance(source, OnlineSource):
         raise UserError(
-            f"export={path}: {type(source).__name__} computes its weights in every step of training, so there are "
-            "none to write; take weights that are read before it, such as weights=attention"
+            f"export={path}: {type(source).__name__} computes its weights in every training step, so there are none "
+            "to export: use weights that are read before training, such as weights=attention"
         )
     if world_size() > 1:
         raise UserError(
-            f"export={path}: one file is written by one process, and this job has {world_size()}; fill the store "
-            "first, then give the same command with export= to a single process"
+            f"export={path}: only a single process can write the file, but this job has {world_size()}: fill the store "
+            "first, then run the same command with export= in a single process"
         )
     check_is_marked_file(f"export={path}", path.expanduser(), MAKER)
 
 
-def rows_of(inputs: Inputs, split: str) -> Iterator[dict[str, object]]:
-    """Yields the row of every pair that is trained on, in order. UserError for a pair with two prompts."""
+def export_rows(inputs: Inputs, split: str) -> Iterator[dict[str, object]]:
+    """Yields the row of every training pair in order. Raises UserError if a pair's responses keep different prompts."""
     pairs = {pair.pair_id: pair for pair in inputs.pairs[split].pairs}
     source, layers = type(inputs.weighed.source).__name__, inputs.weighed.layers
     layer = layers[0] if len(layers) == 1 and isinstance(layers[0], int) and layers[0] > 0 else None
     for example in inputs.examples[split].examples:
-        row = {**_row(pairs[example.pair_id], example), "source": source, "layer": layer}
+        row = {**_make_row(pairs[example.pair_id], example), "source": source, "layer": layer}
         yield {name: row[name] for name in SCHEMA.names}
 
 
-def _row(pair: PreferencePair, example: TrainingExample) -> dict[str, object]:
+def _make_row(pair: PreferencePair, example: TrainingExample) -> dict[str, object]:
     if example.chosen.prompt_ids != example.rejected.prompt_ids:
         raise UserError(
-            f"pair {pair.pair_id}: its two responses keep different parts of the prompt, and a row has one; set "
-            "lengths.keep=start, or lengths.overlong=drop to leave such pairs out"
+            f"pair {pair.pair_id}: its two responses keep different parts of the prompt, but a row has only one: set "
+            "lengths.keep=start, or lengths.overlong=drop to drop such pairs"
         )
     row: dict[str, object] = {
         "pair_id": pair.pair_id,
@@ -150,10 +150,10 @@ def _row(pair: PreferencePair, example: TrainingExample) -> dict[str, object]:
     return row
 
 
-def about(
+def export_metadata(
     inputs: Inputs, split: str, model: ModelSpec, chat: ChatFormat, settings: Mapping[str, object]
 ) -> dict[str, object]:
-    """Returns what the numbers were made with: model, tokenizer, ``settings``; and what became of the pairs."""
+    """Returns how the numbers were made (model, tokenizer, ``settings``) and the counts of pairs."""
     weighed, made = inputs.weighed, inputs.examples[split]
     return {
         "format": FORMAT,
@@ -172,7 +172,7 @@ def about(
     }
 
 
-def _parquet(rows: Sequence[Mapping[str, object]], meta: Mapping[str, object]) -> bytes:
+def _to_parquet(rows: Sequence[Mapping[str, object]], meta: Mapping[str, object]) -> bytes:
     table = pa.Table.from_pylist(list(rows), schema=SCHEMA.with_metadata({META: json.dumps(meta)}))
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", row_group_size=ROWS)

@@ -1,7 +1,7 @@
-"""Row group "anchor": each pair's prompt with a response sampled from the policy as it stands (TI-DPO).
+"""Row group "anchor": each pair's prompt with a response sampled from the current policy (TI-DPO).
 
-What is sampled follows from the seed, the optimiser step, the pair and the policy alone. How pairs are cut into
-micro-batches and ranks, and a resumption in between, move the logits by rounding and change no random number.
+The samples depend only on the seed, the optimiser step, the pair and the policy. Splitting the pairs over micro-batches
+and ranks, or resuming in between, changes logits by rounding but no random number.
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from attnpo.schema import PreferenceBatch, RowGroup, Sampling, UserError, digest
 
 @runtime_checkable
 class AnchoredObjective(Protocol):
-    """Objective that reads the group "anchor" and says how it is sampled."""
+    """Objective that reads the row group "anchor" and defines how to sample it."""
 
     @property
     def anchor(self) -> Sampling:
-        """Returns decoding settings, the seed included."""
+        """Returns the decoding settings, including the seed."""
 
 
 @dataclass(frozen=True)
-class Anchors:
-    """Makes the anchor rows of a batch: one per pair, in the order of the pairs, in the padded layout.
+class AnchorSampler:
+    """Samples the anchor rows of a batch: one per pair, in the order of the pairs, in the padded layout.
 
-    ``end_ids``: what ends a response, as its last token. ``limit``: tokens of the longest row (None: the model's
-    positions); a prompt that leaves no room has an anchor without tokens.
+    ``end_ids``: tokens that end a response; the response includes the one that ended it. ``limit``: maximum length of a
+    row in tokens (None: the model's maximum). A prompt that leaves no room gets an anchor without tokens.
     """
 
     sampling: Sampling
@@ -40,19 +40,19 @@ class Anchors:
     limit: int | None = None
 
     def __call__(self, policy: ScoredLM, batch: PreferenceBatch, step: int) -> RowGroup:
-        """Returns the rows, sampled in eval mode without gradient; UserError for shards and rows not padded."""
+        """Samples the rows in eval mode without gradients. Raises UserError if weights are sharded or rows unpadded."""
         if not is_materialised(policy.model):
             raise UserError(
-                "the triplet's anchors are sampled by each process for itself, and the policy's weights are sharded: "
-                "set trainer.strategy=auto, or objective.gamma_triplet=0"
+                "each process samples its own anchors for the triplet loss, which needs the whole policy, but its "
+                "weights are sharded: set trainer.strategy=auto, or objective.gamma_triplet=0"
             )
-        prompts = prompts_of(batch)
+        prompts = pair_prompt_ids(batch)
         requests = [
-            GenerationRequest(prompt, _draw(step, pair_id))
+            GenerationRequest(prompt, _response_seed(step, pair_id))
             for prompt, pair_id in zip(prompts, batch.pair_ids, strict=True)
         ]
         responses: list[list[int]] = [[] for _ in requests]
-        for room, indices in self._by_room(policy, prompts).items():
+        for room, indices in self._group_by_room(policy, prompts).items():
             alike = [requests[index] for index in indices]
             sampled = generate_tokens(policy.model, alike, self.sampling, room, self.end_ids, self.pad_id)
             for index, response in zip(indices, sampled, strict=True):
@@ -62,8 +62,8 @@ class Anchors:
         )
         return replace(batch, groups={"anchor": rows}).to(batch.main.response_mask.device).groups["anchor"]
 
-    def _by_room(self, policy: ScoredLM, prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-        """Returns indices of the prompts by the new tokens that each may get; those without room are left out."""
+    def _group_by_room(self, policy: ScoredLM, prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+        """Groups the prompts' indices by how many new tokens they have room for; drops prompts without room."""
         limits = [limit for limit in (self.limit, context_length(policy.model.config)) if limit is not None]
         by_room: dict[int, list[int]] = {}
         for index, prompt in enumerate(prompts):
@@ -73,14 +73,14 @@ class Anchors:
         return by_room
 
 
-def prompts_of(batch: PreferenceBatch) -> list[list[int]]:
-    """Returns the prompt ids of each pair, off its chosen row; UserError for another layout than the padded one."""
+def pair_prompt_ids(batch: PreferenceBatch) -> list[list[int]]:
+    """Returns each pair's prompt ids, read from its chosen row. Raises UserError unless the layout is padded."""
     lengths = prompt_lengths(batch.main).tolist()
     assert batch.main.inputs is not None
     ids = batch.main.inputs.input_ids[: batch.pairs].tolist()
     return [row[:length] for row, length in zip(ids, lengths[: batch.pairs], strict=True)]
 
 
-def _draw(step: int, pair_id: str) -> int:
-    """Returns a number that differs between steps and between pairs, for the random draws of one response."""
+def _response_seed(step: int, pair_id: str) -> int:
+    """Returns the random seed for one response, which differs between steps and between pairs."""
     return int(digest([step, pair_id])[:15], 16)

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: replaced as a whole, so that a complete one is found whenever a process was killed."""
+"""Checkpoint folders on disk, replaced atomically: a complete one exists whenever the process is killed."""
 
 import json
 import shutil
@@ -13,10 +13,10 @@ STATE = "state.ckpt"
 ACCOUNT = "checkpoint.json"
 
 
-class Account(TypedDict, total=False):
-    """Contents of ``checkpoint.json``: the step, the run's settings and contents, and the value of the monitor.
+class CheckpointInfo(TypedDict, total=False):
+    """Contents of ``checkpoint.json``: the step, the run's settings, digests of its inputs, and the monitored value.
 
-    ``merge``: what merging adapters into the exported weights took (``lora.Rounding.account``).
+    ``merge``: the rounding error of merging adapters into the exported weights (``lora.MergeRounding.to_json``).
     """
 
     step: int
@@ -25,35 +25,36 @@ class Account(TypedDict, total=False):
     merge: dict[str, Json]
 
 
-def _beside(folder: Path, mark: str) -> Path:
+def _sibling(folder: Path, mark: str) -> Path:
     return folder.with_name(f"{folder.name}.{mark}")
 
 
-def whole(folder: Path) -> Path:
-    """Returns the folder with the newest complete contents of ``folder``: itself unless a replacement was cut short.
+def complete_folder(folder: Path) -> Path:
+    """Returns the folder with the newest complete contents of ``folder``: normally itself.
 
-    The old folder is moved aside only when the new one is complete.
+    If a replacement was interrupted between its two renames, this is the new folder next to it. The old one is moved
+    aside only when the new one is complete.
     """
-    if not folder.exists() and _beside(folder, "old").exists() and _beside(folder, "new").exists():
-        return _beside(folder, "new")
+    if not folder.exists() and _sibling(folder, "old").exists() and _sibling(folder, "new").exists():
+        return _sibling(folder, "new")
     return folder
 
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Opens an empty folder beside ``folder`` to write into; it takes the place of ``folder`` when the block ends well.
+    """Opens an empty folder to write into, which replaces ``folder`` when the block ends without an error.
 
-    Its files are on the disk before. When the block or the disk fails, ``folder`` is as it was.
+    All files are flushed to disk first. If the block or the disk fails, ``folder`` is unchanged.
     """
-    tidy(folder)
-    new, old = _beside(folder, "new"), _beside(folder, "old")
+    finish_replacement(folder)
+    new, old = _sibling(folder, "new"), _sibling(folder, "old")
     new.mkdir(parents=True)
     try:
         yield new
         for path in sorted(new.rglob("*")):
             fsync_path(path)
         fsync_path(new)
-    except BaseException:  # from the first rename on, the new folder may be the only one: it stays
+    except BaseException:  # not around the renames: there the new folder may be the only one
         shutil.rmtree(new, ignore_errors=True)
         raise
     if folder.exists():
@@ -63,37 +64,37 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def tidy(folder: Path) -> None:
-    """Finishes a replacement that was cut short between its two renames; removes what others have left."""
-    newest_whole = whole(folder)
+def finish_replacement(folder: Path) -> None:
+    """Finishes a replacement that was interrupted between its two renames, and removes leftovers of other ones."""
+    newest_whole = complete_folder(folder)
     if newest_whole != folder:
         newest_whole.rename(folder)
     for mark in ("new", "old"):
-        shutil.rmtree(_beside(folder, mark), ignore_errors=True)
+        shutil.rmtree(_sibling(folder, mark), ignore_errors=True)
 
 
-def remove(folder: Path) -> None:
-    """Removes ``folder`` and what replacements of it have left."""
-    tidy(folder)
+def remove_folder(folder: Path) -> None:
+    """Removes ``folder`` and the leftovers of its replacements."""
+    finish_replacement(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_account(folder: Path, account: Mapping[str, object]) -> None:
-    """Writes what a checkpoint folder holds to its ``checkpoint.json``."""
+def write_checkpoint_info(folder: Path, account: Mapping[str, object]) -> None:
+    """Writes the description of a checkpoint folder to its ``checkpoint.json``."""
     (folder / ACCOUNT).write_text(json.dumps(dict(account), indent=1) + "\n", encoding="utf-8")
 
 
-def read_account(folder: Path) -> Account:
-    """Returns what the checkpoint folder says it holds; empty where it has no ``checkpoint.json`` that can be read."""
+def read_checkpoint_info(folder: Path) -> CheckpointInfo:
+    """Reads a folder's ``checkpoint.json``; returns an empty dict if there is none or it cannot be read."""
     try:
-        account: Account = parse_json((whole(folder) / ACCOUNT).read_text(encoding="utf-8"))
+        account: CheckpointInfo = parse_json((complete_folder(folder) / ACCOUNT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return account if isinstance(account, dict) else {}
 
 
-def newest(place: Path) -> tuple[int, Path] | None:
-    """Returns optimiser step and folder of the newest checkpoint in ``place``, last/ of equals; None without any."""
-    steps = [(read_account(place / name).get("step"), place / name) for name in ("last", "best")]
+def latest_checkpoint(place: Path) -> tuple[int, Path] | None:
+    """Returns step and folder of the latest checkpoint in ``place``, ``last/`` on ties; None if there is none."""
+    steps = [(read_checkpoint_info(place / name).get("step"), place / name) for name in ("last", "best")]
     known = [(int(step), folder) for step, folder in steps if step is not None]
     return max(known, key=lambda each: each[0], default=None)

@@ -1,4 +1,4 @@
-"""Saves ``best/`` and ``last/``: each replaced as a whole, always between two optimiser steps."""
+"""Callbacks that save ``best/`` and ``last/``, each replaced atomically and only between two optimiser steps."""
 
 import hashlib
 import logging
@@ -20,41 +20,51 @@ from torch import Tensor
 from attnpo.models.lora import MergeRounding
 from attnpo.schema import UserError
 from attnpo.system.files import write_checksums
-from attnpo.training.checkpoint_folders import STATE, newest, read_account, replace_folder, whole, write_account
+from attnpo.training.checkpoint_folders import (
+    STATE,
+    complete_folder,
+    latest_checkpoint,
+    read_checkpoint_info,
+    replace_folder,
+    write_checkpoint_info,
+)
 from attnpo.training.export import ADAPTER, Exporter
 from attnpo.training.metrics_file import METRICS, merge_metrics
 from attnpo.training.nonfinite import check_weights
 from attnpo.training.resume_state import KEY, Checkpoint
-from attnpo.training.signals import step_ended, validation_follows
+from attnpo.training.signals import is_step_end, is_validation_next
 
 log = logging.getLogger(__name__)
 
-LOST = 0.01  # share of the adapters' update from which its loss to rounding is a warning
-# Raised for a file that cannot be written: torch's writer raises RuntimeError, the export's an error of its own.
+LOST = 0.01  # warn if rounding loses at least this share of the adapters' update
+# Raised when a file cannot be written: RuntimeError by torch, SafetensorError by the export.
 DISK_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
-class StraightIO(TorchCheckpointIO):
-    """Writer of a state straight into its file, with its ``digest``; Lightning would hold two more copies in memory."""
+class HashingCheckpointIO(TorchCheckpointIO):
+    """Checkpoint IO that streams to the file and keeps its sha256 in ``digest``.
+
+    Lightning's own would hold two more copies in memory.
+    """
 
     digest: str | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Writes the file."""
+        """Writes the checkpoint and computes its digest."""
         with Path(path).open("wb") as file:
-            stream: Any = HashedStream(file)
+            stream: Any = HashingWriter(file)
             torch.save(checkpoint, stream)
         self.digest = stream.digest.hexdigest()
 
 
-class HashedStream:
-    """File written from beginning to end, with the sha256 of what went into it; a writer that seeks fails."""
+class HashingWriter:
+    """Write-only file that computes the sha256 of its content; it cannot seek."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.digest = file, hashlib.sha256()
 
     def write(self, content: bytes | memoryview) -> int:
-        """Writes and counts in ``content``; returns its length in bytes."""
+        """Writes and hashes ``content``; returns its length in bytes."""
         self.digest.update(content)
         return self.file.write(content)
 
@@ -64,18 +74,19 @@ class HashedStream:
 
 
 class CheckpointFolder(L.Callback):
-    """Folder with ``state.ckpt`` to resume from, ``checkpoint.json`` and, on request, the policy for Hugging Face.
+    """Folder with ``state.ckpt`` for resuming, ``checkpoint.json`` and optionally the exported Hugging Face model.
 
-    Its files are of one optimiser step and sealed. ``account`` (plain data) is kept in ``checkpoint.json``.
+    All files belong to one optimiser step and are sealed with digests. ``account``: plain data to add to
+    ``checkpoint.json``.
     """
 
     def __init__(self, folder: Path, exporter: Exporter, account: Mapping[str, object] | None = None) -> None:
         self.folder, self.exporter, self.account = folder, exporter, dict(account or {})
-        self._warned = False  # of what the rounding of merged adapters took
+        self._warned = False  # about the rounding of merged adapters
 
     @property
     def state_key(self) -> str:
-        """Returns one key per folder."""
+        """Returns a key that differs between folders."""
         return f"{type(self).__name__}[{self.folder.name}]"
 
     def save(
@@ -89,14 +100,14 @@ class CheckpointFolder(L.Callback):
     ) -> None:
         """Replaces the folder (a collective: every rank must call it; the first one writes).
 
-        ``metrics`` (by default what is logged) go into the model card; ``state`` is a file to be copied as the state;
-        ``facts`` go into ``checkpoint.json``. Raises UserError for weights that are not finite, and (first rank) where
-        the folder cannot be written; it holds what it held before.
+        ``metrics`` (default: the logged ones) go into the model card. ``state``: a file to copy instead of saving the
+        state. ``facts`` go into ``checkpoint.json``. Raises UserError for weights that are not finite and, on the first
+        rank, if the folder cannot be written; it then keeps its previous contents.
         """
         check_weights(trainer)
         try:
             logged = trainer.callback_metrics if metrics is None else metrics
-            export, merge = self._save(trainer, export, logged, state, facts)
+            export, merge = self._write_folder(trainer, export, logged, state, facts)
         except DISK_ERRORS as problem:
             if not trainer.is_global_zero:
                 raise
@@ -104,18 +115,18 @@ class CheckpointFolder(L.Callback):
             raise UserError(describe_save_error(self.folder, trainer.global_step, problem)) from problem
         trainer.strategy.barrier(f"save {self.folder.name}")
         if export and trainer.is_global_zero:
-            log.info("%s holds the policy of optimiser step %d", self.folder, trainer.global_step)
+            log.info("saved the policy of optimiser step %d to %s", trainer.global_step, self.folder)
         if merge is not None:
             lossy = merge.lost_share >= LOST
             log.log(
                 logging.WARNING if lossy and not self._warned else logging.INFO,
-                "%s: %s; %s/ holds the adapters whole%s",
+                "%s: %s; the adapters themselves are in %s/%s",
                 *(self.folder, merge.describe(), self.folder / ADAPTER),
-                ", and callbacks.export_dtype=float32 merges them without loss" if lossy else "",
+                "; set callbacks.export_dtype=float32 to merge them without loss" if lossy else "",
             )
             self._warned = self._warned or lossy
 
-    def _save(
+    def _write_folder(
         self,
         trainer: L.Trainer,
         export: bool,
@@ -123,7 +134,10 @@ class CheckpointFolder(L.Callback):
         state: Path | None,
         facts: Mapping[str, float],
     ) -> tuple[bool, MergeRounding | None]:
-        """Returns whether there is an export, which may fail after the last step, and what merging adapters took."""
+        """Returns whether the model was exported, and the rounding error of merged adapters.
+
+        The export may fail after the last step: the state is kept without it then.
+        """
         module: Any = trainer.lightning_module
         merge = None
         with ExitStack() as stack:
@@ -147,23 +161,23 @@ class CheckpointFolder(L.Callback):
                     if step < module.total_steps:
                         raise
                     export = False
-                    self._keep_state_alone(new, writes, problem)
+                    self._drop_export(new, writes, problem)
             if trainer.is_global_zero:
                 merged = {} if merge is None else {"merge": merge.to_json()}
-                write_account(new, {"step": trainer.global_step, **facts, **merged, **self.account})
+                write_checkpoint_info(new, {"step": trainer.global_step, **facts, **merged, **self.account})
                 rows, writer = self.folder.parent / METRICS, trainer.strategy.checkpoint_io
                 if rows.is_file():
                     shutil.copyfile(rows, new / METRICS)
-                digest = writer.digest if state is None and isinstance(writer, StraightIO) else None
+                digest = writer.digest if state is None and isinstance(writer, HashingCheckpointIO) else None
                 write_checksums(new, None if digest is None else {STATE: digest})
         return export, merge
 
-    def _keep_state_alone(self, new: Path, writes: bool, problem: Exception) -> None:
+    def _drop_export(self, new: Path, writes: bool, problem: Exception) -> None:
         words = " ".join(str(problem).split())
         log.warning(
-            "warning: %s holds no model: its export failed after the last step (%s: %s); the trained weights are in "
-            "its %s; fix the cause, delete result.json and give the command again with resume=auto, which exports "
-            "last/ unless the weights are sharded",
+            "warning: %s holds no model, because its export failed after the last step (%s: %s); the trained weights "
+            "are in its %s. Fix the cause, delete result.json and run the command again with resume=auto, which "
+            "exports last/ unless the weights are sharded",
             *(self.folder, type(problem).__name__, words, STATE),
         )
         log.debug("exporting to %s failed", self.folder, exc_info=problem)
@@ -173,9 +187,10 @@ class CheckpointFolder(L.Callback):
 
 
 class BestCheckpoint(CheckpointFolder):
-    """Keeps the policy with the lowest (or highest) value of ``monitor``, exported with each improvement.
+    """Keeps the policy with the lowest (or highest) value of ``monitor``, exported at each improvement.
 
-    A resumed run goes on from the value in the folder, and saves a validated state that was not compared yet.
+    A resumed run continues from the best value in the folder. If its checkpoint was validated but not yet compared, it
+    is compared first.
     """
 
     def __init__(
@@ -189,72 +204,79 @@ class BestCheckpoint(CheckpointFolder):
         super().__init__(folder, exporter, account)
         self.monitor, self.mode = monitor, mode
         self.best: float | None = None
-        self._validated = -1  # the step that was validated last
-        self._resumed: dict[str, float] = {}  # metrics of a resumed state's validation, until they are compared
+        self._validated = -1  # last validated step
+        self._resumed: dict[str, float] = {}  # validation metrics of the resumed state, until they are compared
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
-        """Notes in the state whether it has been validated."""
+        """Records in the state whether it has been validated."""
         checkpoint["attnpo_validated"] = self._validated == trainer.global_step
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
-        """Takes up the folder's value and the metrics of the state; UserError where the monitor was never logged."""
+        """Restores the best value and the state's metrics. Raises UserError if the monitor was never logged."""
         saved = checkpoint.get(KEY, {})
         metrics = saved.get("metrics", {})
-        self._check({*metrics, *saved.get("first", {})})
-        best = read_account(self.folder).get(self.monitor)
+        self._check_monitor({*metrics, *saved.get("first", {})})
+        best = read_checkpoint_info(self.folder).get(self.monitor)
         self.best = best if isinstance(best, int | float) else None
         if checkpoint.get("attnpo_validated", False):
             self._validated, self._resumed = checkpoint["global_step"], dict(metrics)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves a resumed state that is the best so far and was not saved as such."""
+        """Saves the resumed state if it is the best so far and was not saved as such."""
         metrics, self._resumed = self._resumed, {}
         if self.monitor in metrics and trainer.ckpt_path is not None:
-            # A copy: counters and random states are not in their places before the first step.
-            self._compare(trainer, metrics, Path(trainer.ckpt_path))
+            # Copied, because counters and random states are not restored before the first step.
+            self._save_if_better(trainer, metrics, Path(trainer.ckpt_path))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves it where no step was left, unless shards, which cannot be gathered any more, are all there is."""
+        """Saves the resumed state if no step was left to train; skips sharded weights, which cannot be gathered now."""
         if self._resumed and getattr(pl_module, "sharded", False):
-            log.warning("no step is left to train: %s is not compared with the last step's policy", self.folder)
+            log.warning(
+                "no step is left to train and the weights are sharded: the last step's policy was not compared with %s",
+                self.folder,
+            )
             self._resumed = {}
         self.on_train_start(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Notes the step."""
+        """Records the step that is validated."""
         if trainer.state.fn == "fit":
             self._validated = trainer.global_step
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves the policy where the value is the best so far; UserError where the monitor is not logged."""
-        self._check(trainer.callback_metrics)
+        """Saves the policy if the monitored value is the best so far. Raises UserError if the monitor is not logged."""
+        self._check_monitor(trainer.callback_metrics)
         if trainer.state.fn == "fit":
-            self._compare(trainer, trainer.callback_metrics)
+            self._save_if_better(trainer, trainer.callback_metrics)
 
-    def _compare(self, trainer: L.Trainer, metrics: Mapping[str, Tensor | float], state: Path | None = None) -> None:
+    def _save_if_better(
+        self, trainer: L.Trainer, metrics: Mapping[str, Tensor | float], state: Path | None = None
+    ) -> None:
         value = float(metrics[self.monitor])
         if float(metrics.get("val/weights/void", 0.0)) == 1:  # a mean over pairs of weight 0 measures nothing
-            log.warning("warning: every validation pair has the weight 0 after this step: %s is not saved", self.folder)
+            log.warning("warning: all validation pairs have weight 0 after this step: %s is not saved", self.folder)
             return
-        if trainer.strategy.reduce_boolean_decision(self._better(value)):
+        if trainer.strategy.reduce_boolean_decision(self._is_better(value)):
             self.save(trainer, export=True, metrics=metrics, state=state, **{self.monitor: value})
             self.best = value
 
-    def _check(self, names: Iterable[str]) -> None:
-        """Refuses the monitor if ``names`` are of a validation that did not log it."""
+    def _check_monitor(self, names: Iterable[str]) -> None:
+        """Raises UserError if a validation logged ``names`` but not the monitor."""
         logged = sorted(name for name in names if name.startswith("val/"))
         if logged and self.monitor not in logged:
-            raise UserError(f"callbacks.monitor={self.monitor} is not a logged metric; there are: {', '.join(logged)}")
+            raise UserError(
+                f"callbacks.monitor={self.monitor} is not a logged metric; choose one of: {', '.join(logged)}"
+            )
 
-    def _better(self, value: float) -> bool:
+    def _is_better(self, value: float) -> bool:
         better = operator.lt if self.mode == "min" else operator.gt
         return math.isfinite(value) and (self.best is None or better(value, self.best))
 
 
 class LastCheckpoint(CheckpointFolder):
-    """State that a run is resumed from: saved with every validation, every ``every`` optimiser steps, and at the end.
+    """Checkpoint to resume from, saved at every validation, every ``every`` optimiser steps and at the end.
 
-    The export, which takes as long for a large model, is written only at the end of training or when interrupted.
+    The model is exported only at the end of training or on interruption, because that takes as long for a large model.
     """
 
     def __init__(
@@ -262,62 +284,64 @@ class LastCheckpoint(CheckpointFolder):
     ) -> None:
         super().__init__(folder, exporter, account)
         self.every = every
-        self._exported = -1  # the step that was saved with its export
+        self._exported = -1  # last step saved with an export
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Raises UserError when the disk cannot hold the checkpoints."""
-        check_space(self.folder, pl_module)
+        """Raises UserError if the disk has no room for the checkpoints."""
+        check_disk_space(self.folder, pl_module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Saves after every ``every``-th optimiser step, unless a later hook of this step saves anyway."""
+        """Saves after every ``every``-th optimiser step, unless a later hook of the same step saves."""
         step = trainer.global_step
-        if self.every is None or not step_ended(trainer, batch_idx) or step % self.every:
+        if self.every is None or not is_step_end(trainer, batch_idx) or step % self.every:
             return
-        if not trainer.should_stop and not validation_follows(trainer):
-            log_row(trainer)
+        if not trainer.should_stop and not is_validation_next(trainer):
+            log_step_row(trainer)
             self.save(trainer, export=False)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves, with the export when training ends here."""
+        """Saves, with an export if training ends here."""
         if trainer.state.fn == "fit":
             self.save(trainer, export=trainer.should_stop)
             self._exported = trainer.global_step if trainer.should_stop else -1
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves with the export, unless the last validation did."""
+        """Saves with an export, unless the last validation did."""
         if self._exported != trainer.global_step:
             self.save(trainer, export=True)
             self._exported = trainer.global_step
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Exports the policy of a run without a step left whose own state has no export yet, unless it is sharded."""
+        """Exports the policy if no step was left to train and the state has no export yet; skips sharded policies."""
         state = Path(trainer.ckpt_path or "")
         lacking = self._exported < 0 and not (state.parent / "config.json").is_file()
-        if lacking and state == whole(self.folder) / STATE:
+        if lacking and state == complete_folder(self.folder) / STATE:
             if getattr(pl_module, "sharded", False):
-                log.warning("no step is left to train: %s gets no model, as its shards cannot be gathered", self.folder)
+                log.warning(
+                    "no step is left to train and the weights are sharded: no model was exported to %s", self.folder
+                )
             else:
                 self.save(trainer, export=True, state=state)
 
 
 def describe_save_error(folder: Path, step: int, problem: Exception) -> str:
-    """Returns what to tell the user when ``folder`` could not be saved after ``step``, in one line."""
+    """Returns a one-line error message for a ``folder`` that could not be saved after ``step``."""
     lines = str(problem).strip().splitlines() or [type(problem).__name__]
     place = next(path for path in folder.parents if path.is_dir())
     free = shutil.disk_usage(place).free
-    saved = newest(folder.parent)
-    stands = "nothing is saved yet" if saved is None else f"saved last is step {saved[0]}, in {saved[1]}"
-    advice = "start again" if saved is None else "go on with resume=auto"
+    saved = latest_checkpoint(folder.parent)
+    stands = "nothing was saved before" if saved is None else f"the last saved step is {saved[0]}, in {saved[1]}"
+    advice = "start again" if saved is None else "continue with resume=auto"
     return (
         f"cannot save optimiser step {step} to {folder} ({lines[0].strip()}); {free} bytes ({free / 2**30:.1f} GiB) "
-        f"are free there without the unfinished copy, which is removed; {stands}: make room, then {advice}"
+        f"are free there after removing the unfinished copy; {stands}: free some disk space, then {advice}"
     )
 
 
-def log_row(trainer: L.Trainer) -> None:
-    """Puts the row of the step that just ended into the CSV file, which Lightning does after the hook that saves."""
+def log_step_row(trainer: L.Trainer) -> None:
+    """Writes the row of the step that just ended to the CSV file; Lightning does so only after the saving hook."""
     step = trainer.global_step
     if step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
         return
@@ -328,15 +352,18 @@ def log_row(trainer: L.Trainer) -> None:
 
 
 def flush_metrics(trainer: L.Trainer, folder: Path) -> None:
-    """Brings the run's ``metrics.csv`` up to the step that is about to be saved."""
+    """Updates the run's ``metrics.csv`` up to the step about to be saved."""
     if folder.is_dir():
         for logger in trainer.loggers:
             logger.save()
         merge_metrics(folder)
 
 
-def check_space(folder: Path, module: L.LightningModule) -> None:
-    """Raises UserError when the disk has no room for ``best/`` and ``last/`` (weights, moments, export) and a third."""
+def check_disk_space(folder: Path, module: L.LightningModule) -> None:
+    """Raises UserError if the disk has no room for three checkpoints of weights, moments and export.
+
+    These are ``best/``, ``last/``, and the copy written while one of them is replaced.
+    """
     sizes = [(value.numel() * value.element_size(), value.requires_grad) for value in module.parameters()]
     one = 3 * sum(size for size, trained in sizes if trained) + sum(size for size, _ in sizes)
     place = next(path for path in (folder, *folder.parents) if path.is_dir())
@@ -344,7 +371,7 @@ def check_space(folder: Path, module: L.LightningModule) -> None:
     free = shutil.disk_usage(place).free
     if 3 * one > free + present:
         raise UserError(
-            f"checkpoints of {one / 2**30:.1f} GiB each (state and export, best/ and last/, and a third while one is "
-            f"replaced) need {3 * one / 2**30:.1f} GiB under {folder.parent}, where {free / 2**30:.1f} GiB are free: "
-            "give output= a folder on another disk, or set callbacks.checkpoints=false"
+            f"three checkpoints of {one / 2**30:.1f} GiB each (best/, last/, and a third while one is replaced) need "
+            f"{3 * one / 2**30:.1f} GiB under {folder.parent}, where {free / 2**30:.1f} GiB are free: set output= to "
+            "a folder on another disk, or callbacks.checkpoints=false"
         )

@@ -1,7 +1,7 @@
-"""Trained policies as plain Hugging Face folders, which ``from_pretrained`` and vLLM load.
+"""Export of trained policies as plain Hugging Face folders, which ``from_pretrained`` and vLLM load.
 
-transformers 4.x, with which many versions of vLLM come, lacks a tokenizer class of transformers 5 and ignores
-``rope_parameters``: it would silently use the default base for positions.
+Many versions of vLLM come with transformers 4.x. It lacks a tokenizer class of transformers 5 and ignores
+``rope_parameters``, so it would silently use the default base for positions.
 """
 
 import copy
@@ -25,19 +25,19 @@ from attnpo.training.model_card import Facts, model_card
 log = logging.getLogger(__name__)
 
 ADAPTER = "adapter"
-"""Folder of the adapters alone, in an exported folder: transformers looks for them only beside the weights."""
+"""Subfolder of an export for the adapters alone; transformers would load adapters that lie next to the weights."""
 
 
-def shell(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns an empty model of the same class and config without adapters, whose ``save_pretrained`` is called."""
+def make_empty_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns a model of the same class and config without weights and adapters, for its ``save_pretrained``."""
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # what is saved are the dequantised, merged weights
+        del config.quantization_config  # the saved weights are dequantised and merged
     with torch.device("meta"):
-        # FSDP2 changes the class of a model it shards; its instances are of the original one.
+        # FSDP2 changes the class of a model it shards; calling it creates an instance of the original class.
         empty: PreTrainedModel = type(model)(config)
     empty.to(dtype)  # type: ignore[arg-type]
-    if hasattr(model, "_weight_conversions"):  # how the files' names differ from the module's
+    if hasattr(model, "_weight_conversions"):  # maps names of parameters to names in the files
         empty._weight_conversions = model._weight_conversions
     return empty
 
@@ -45,10 +45,10 @@ def shell(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def generation_config(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]
 ) -> GenerationConfig:
-    """Returns the base's generation settings, each id that ends a turn as EOS, and the tokenizer's BOS and padding.
+    """Returns the base's generation settings with every turn-ending id as EOS and the tokenizer's BOS and padding.
 
-    Ids of the base's own generation_config.json stay, others if they are special and the tokenizer has none. Settings
-    that transformers refuses to save are left out with a warning.
+    Ids from the base's own generation_config.json are kept; others only if they are special and the tokenizer has none.
+    Settings that transformers refuses to save are dropped with a warning.
     """
     base: Any = model.generation_config or GenerationConfig()  # type: ignore[no-untyped-call]
     given = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
@@ -67,7 +67,7 @@ def generation_config(
         config.validate(strict=True)
     except ValueError as problem:
         reason = " ".join(str(problem).split())
-        log.warning("the base's generation settings are not valid and are left out of the export: %s", reason)
+        log.warning("the base model's generation settings are invalid, so the export leaves them out: %s", reason)
         config = GenerationConfig(**ids)  # type: ignore[no-untyped-call]
     return config
 
@@ -76,9 +76,9 @@ def generation_config(
 class Exporter:
     """Writer of a policy as a Hugging Face folder.
 
-    ``tokenizer`` and ``chat_template`` (None: its own) are written; ``end_ids`` end an assistant turn; ``dtype``: of
-    the weights, a name in DTYPES (None: the model's own). ``facts`` (None: no card) and ``notes`` go into the model
-    card.
+    ``chat_template``: None keeps the tokenizer's own. ``end_ids``: tokens that end an assistant turn. ``dtype``: a name
+    in DTYPES for the weights (None: the model's own). ``facts``: data of the model card (None: no card). ``notes``:
+    remarks for the card.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -98,10 +98,10 @@ class Exporter:
         metrics: Mapping[str, float] | None = None,
         step: int | None = None,
     ) -> MergeRounding | None:
-        """Writes weights, configs, tokenizer, chat template and model card that from_pretrained loads.
+        """Writes weights, configs, tokenizer, chat template and model card in the format of ``from_pretrained``.
 
-        Returns what merging adapters, which lie in ``adapter/`` too, rounded off. ``write`` is false on ranks that only
-        gather shards. ``metrics`` and ``step`` go into the card.
+        Returns the rounding error of merged adapters, which are also saved in ``adapter/``; None without adapters.
+        ``write`` is false on ranks that only gather shards. ``metrics`` and ``step`` go into the card.
         """
         dtype = model.dtype if self.dtype is None else DTYPES[self.dtype]
         rounding = MergeRounding.for_merge(model, dtype)
@@ -110,24 +110,24 @@ class Exporter:
         if not write:
             return None
         folder.mkdir(parents=True, exist_ok=True)
-        empty = shell(model, dtype)
+        empty = make_empty_model(model, dtype)
         if empty.can_generate():  # a reward model cannot
             empty.generation_config = generation_config(model, self.tokenizer, self.end_ids)
-        empty.save_pretrained(folder, state_dict=in_dtype(state, empty, dtype), max_shard_size=self.max_shard_size)
+        empty.save_pretrained(folder, state_dict=convert_dtype(state, empty, dtype), max_shard_size=self.max_shard_size)
         self._save_tokenizer(folder)
-        open_to_readers(folder)
+        add_older_keys(folder)
         facts, notes = self.facts or {}, list(self.notes)
         if adapters:
             base = facts.get("base", {})
-            found = Path(base.get("path", "?")).expanduser().is_dir()  # no folder is named where a setting built it
+            found = Path(base.get("path", "?")).expanduser().is_dir()  # a base built by a setting has no folder
             name = base["path"] if found else base.get("hub")
             write_adapter(model, adapters, folder / ADAPTER, name, base.get("revision"))
             notes += [
-                f"the weights are the base's with the trained adapters merged in float32 and written in "
-                f"{rounding.dtype}; `{ADAPTER}/` holds the adapters alone, for peft beside the base in "
+                f"the weights are those of the base with the trained adapters merged in float32 and saved in "
+                f"{rounding.dtype}; `{ADAPTER}/` holds the adapters alone, for peft with the base in "
                 f'{rounding.base}: `PeftModel.from_pretrained(base, "FOLDER/{ADAPTER}")`',
-                f"the numbers of this card are of the policy as it was trained, adapters beside the base in "
-                f"{rounding.base}",
+                f"the numbers in this card were measured on the policy as trained, with unmerged adapters on the base "
+                f"in {rounding.base}",
                 *(
                     [f"the merged weights differ from that policy: {rounding.describe()}"]
                     if rounding.lost_share
@@ -142,7 +142,7 @@ class Exporter:
 
     def _save_tokenizer(self, folder: Path) -> None:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # it would save the truncation and padding that its last caller set
+        if backend is not None:  # it would save the truncation and padding of its last call
             backend.no_truncation()
             backend.no_padding()
         saved = copy.copy(self.tokenizer)
@@ -151,8 +151,8 @@ class Exporter:
         saved.save_pretrained(folder)
 
 
-def in_dtype(state: Mapping[str, Tensor], empty: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns ``state`` with the parameters of ``empty`` in ``dtype``, tied ones as one tensor; buffers keep theirs."""
+def convert_dtype(state: Mapping[str, Tensor], empty: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Converts the parameters of ``empty`` in ``state`` to ``dtype``; tied ones stay one tensor, buffers unchanged."""
     parameters = dict(empty.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     converted: dict[str, Tensor] = {}
@@ -170,14 +170,14 @@ def in_dtype(state: Mapping[str, Tensor], empty: PreTrainedModel, dtype: torch.d
 
 
 UNKNOWN_ROTARY = (
-    "this model's rotary settings have other names in transformers 4.x, or differ from layer to layer: compare its "
-    "logits there before you use the folder with such a version, or take transformers 5"
+    "this model's rotary settings have other names in transformers 4.x, or differ between layers: compare its logits "
+    "there before using this folder with transformers 4.x, or use transformers 5"
 )
 
 
-def open_to_readers(folder: Path) -> None:
-    """Adds the keys of transformers 4.x to a folder that ``save_pretrained`` wrote, and opens its files to others."""
-    for name, older in (("config.json", older_config), ("tokenizer_config.json", older_tokenizer)):
+def add_older_keys(folder: Path) -> None:
+    """Adds the keys of transformers 4.x to a saved model folder, and lets other users read its files."""
+    for name, older in (("config.json", to_older_config), ("tokenizer_config.json", to_older_tokenizer_config)):
         path = folder / name
         content = json.loads(path.read_text(encoding="utf-8"))
         write_atomically(path, json.dumps(older(content), indent=2, ensure_ascii=False) + "\n")
@@ -185,9 +185,9 @@ def open_to_readers(folder: Path) -> None:
         apply_umask(path)
 
 
-def older_config(config: dict[str, object]) -> dict[str, object]:
-    """Returns a configuration, nested ones too, with ``torch_dtype``, ``rope_theta`` and ``rope_scaling``."""
-    made = {k: older_config(v) if isinstance(v, dict) and "model_type" in v else v for k, v in config.items()}
+def to_older_config(config: dict[str, object]) -> dict[str, object]:
+    """Adds ``torch_dtype``, ``rope_theta`` and ``rope_scaling`` to a config and its nested configs."""
+    made = {k: to_older_config(v) if isinstance(v, dict) and "model_type" in v else v for k, v in config.items()}
     if "dtype" in made:
         made["torch_dtype"] = made["dtype"]
     rotary = made.get("rope_parameters")
@@ -199,8 +199,8 @@ def older_config(config: dict[str, object]) -> dict[str, object]:
     return made
 
 
-def older_tokenizer(config: dict[str, object]) -> dict[str, object]:
-    """Returns a tokenizer's configuration with a class and special tokens that both versions know."""
+def to_older_tokenizer_config(config: dict[str, object]) -> dict[str, object]:
+    """Replaces a tokenizer config's class and special tokens by ones that both major versions know."""
     made = dict(config)
     if made.get("tokenizer_class") == "TokenizersBackend":
         made["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -209,8 +209,8 @@ def older_tokenizer(config: dict[str, object]) -> dict[str, object]:
     return made
 
 
-def warning_for(config: PretrainedConfig) -> str | None:
-    """Returns a warning when 4.x may not find a model's rotary settings under the keys that are written; else None."""
+def rotary_warning(config: PretrainedConfig) -> str | None:
+    """Returns a warning if transformers 4.x may not find the exported rotary settings of a model, else None."""
     rotary = getattr(config, "rope_parameters", None) or {}
     renamed = type(config).convert_rope_params_to_dict is not PretrainedConfig.convert_rope_params_to_dict
     layered = any(isinstance(value, dict) for value in rotary.values())

@@ -1,14 +1,14 @@
-"""Exception of a run that a signal ended."""
+"""Exception for a run that was ended by a signal."""
 
 import signal
 from pathlib import Path
 
 
-class Interrupted(KeyboardInterrupt):
-    """Run ended by a signal: which, after which optimiser step, and what was saved.
+class RunInterrupted(KeyboardInterrupt):
+    """Run ended by a signal: which signal, after which optimiser step, and the saved folder.
 
-    ``exit_status`` is what shells expect: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1. ``advice`` says how to go
-    on; without one it is the run's own name.
+    ``exit_status`` follows the shell convention: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1. ``advice`` tells how
+    to continue; by default by the run's name.
     """
 
     advice: str | None = None
@@ -19,12 +19,12 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def exit_status(self) -> int:
-        """Returns the exit status of a process that this signal ended."""
+        """Returns the exit status of a process ended by this signal."""
         return 128 + self.signum
 
     def __str__(self) -> str:
         stopped = f"stopped by {signal.Signals(self.signum).name} at step {self.step} of {self.total}, "
         if self.saved is None:
             return stopped + "nothing saved" + (f"; {self.advice}" if self.advice else "")
-        advice = self.advice or f"go on with name={self.saved.parent.name} resume=auto"
+        advice = self.advice or f"continue with name={self.saved.parent.name} resume=auto"
         return f"{stopped}saved {self.saved}; {advice}"

@@ -1,6 +1,6 @@
-"""Opens and closes the loggers of a run: the CSV file that is always there, Weights & Biases on request.
+"""Opens and closes the loggers of a run: always a CSV file, Weights & Biases on request.
 
-W&B runs are silent and count optimiser steps, for training and validation alike.
+W&B runs print nothing and count optimiser steps in training and validation.
 """
 
 import json
@@ -21,22 +21,22 @@ from attnpo.schema import UserError
 from attnpo.system.credentials import mask_credentials, to_savable
 from attnpo.system.files import Json, parse_json, write_atomically
 from attnpo.training.metrics_file import LOGS, RUN_ID
-from attnpo.training.settings import LoggerSettings, WandbSettings, check_tracker
+from attnpo.training.settings import LoggerSettings, WandbSettings, check_wandb
 
 log = logging.getLogger(__name__)
 
-STEP = "trainer/global_step"  # the name Lightning's users have in their dashboards
+STEP = "trainer/global_step"  # the name that Lightning logs
 EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 130}
 
 
-class TrackedRun(WandbLogger):
-    """W&B run that starts with its first row and keeps its id in ``logs/wandb.json``, to be continued from there.
+class WandbRunLogger(WandbLogger):
+    """W&B logger that starts its run with the first row and keeps the run id in ``logs/wandb.json`` for resuming.
 
-    In online mode ``WANDB_MODE``, ``WANDB_ENTITY`` and ``WANDB_RUN_ID`` of the environment take precedence.
+    In online mode the environment variables ``WANDB_MODE``, ``WANDB_ENTITY`` and ``WANDB_RUN_ID`` take precedence.
     """
 
     def __init__(self, settings: WandbSettings, folder: Path, config: Mapping[str, Json], job: str = "train") -> None:
-        check_tracker(LoggerSettings(settings))
+        check_wandb(LoggerSettings(settings))
         named: dict[str, Any] = {
             "group": settings.group,
             "tags": list(settings.tags),
@@ -49,21 +49,21 @@ class TrackedRun(WandbLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Returns the W&B run, started on the first call. Raises UserError when W&B refuses to start it."""
+        """Returns the W&B run, which starts on the first call. Raises UserError if W&B refuses to start it."""
         if self._experiment is None:
-            self._start()
+            self._start_run()
         return self._experiment
 
-    def _start(self) -> None:
+    def _start_run(self) -> None:
         import wandb
 
         mode: Any = "offline" if self.offline else os.environ.get("WANDB_MODE")
-        quiet = wandb.Settings(console="off", silent=True, reinit="create_new")  # Lightning's would join an open run
-        given = {name: value for name, value in self._wandb_init.items() if name != "anonymous"}  # W&B warns of it
+        quiet = wandb.Settings(console="off", silent=True, reinit="create_new")  # Lightning would join an open run
+        given = {name: value for name, value in self._wandb_init.items() if name != "anonymous"}  # deprecated in W&B
         self.folder.mkdir(parents=True, exist_ok=True)
-        typed, sys.argv = sys.argv, list(map(mask_credentials, sys.argv))  # W&B keeps the command line
+        typed, sys.argv = sys.argv, list(map(mask_credentials, sys.argv))  # W&B records the command line
         try:
-            run = wandb.init(**{**given, "id": kept_id(self.folder), "mode": mode, "settings": quiet})
+            run = wandb.init(**{**given, "id": load_or_create_run_id(self.folder), "mode": mode, "settings": quiet})
         except wandb.errors.Error as problem:
             raise UserError(
                 f"W&B did not start the run: {problem}; log in with `wandb login`, or set logger.wandb.mode=offline "
@@ -74,23 +74,23 @@ class TrackedRun(WandbLogger):
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP, step_sync=True)
         place = f"offline, {Path(run.dir).parent}; upload with wandb sync" if run.offline else run.url
-        log.info("W&B run %s of project %s: %s", run.id, self._project, place)
+        log.info("W&B run %s in project %s: %s", run.id, self._project, place)
         self._experiment = run
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
-        """Logs a row (numbers or media) under its optimiser step."""
+        """Logs a row of numbers or media at its optimiser step."""
         row = dict(metrics) if step is None else {**metrics, STEP: step}
         self.experiment.log(row, step=step)
 
     def close(self, status: str) -> None:
-        """Ends the run, if it has started, with the exit code of ``status``."""
+        """Ends the run with the exit code of ``status``, if it has started."""
         if self._experiment is not None:
             self._experiment.finish(exit_code=EXIT_CODES.get(status, 1))
 
 
-def kept_id(folder: Path) -> str:
-    """Returns the id of the folder's W&B run; a new one is written where there is none that can be read."""
+def load_or_create_run_id(folder: Path) -> str:
+    """Reads the folder's W&B run id; creates and saves a new one if there is none."""
     path = folder / LOGS / RUN_ID
     try:
         return str(parse_json(path.read_text(encoding="utf-8"))["id"])
@@ -102,31 +102,31 @@ def kept_id(folder: Path) -> str:
 
 
 def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Json]) -> list[Logger]:
-    """Returns the CSV logger (``logs/version_N/metrics.csv``) and W&B if asked for; ``config`` is plain data."""
+    """Returns the CSV logger (``logs/version_N/metrics.csv``) and W&B if requested; ``config`` is plain data."""
     loggers: list[Logger] = [CSVLogger(save_dir=folder, name=LOGS)]
     if settings.wandb is not None:
-        loggers.append(TrackedRun(settings.wandb, folder, config))
+        loggers.append(WandbRunLogger(settings.wandb, folder, config))
     return loggers
 
 
-def trackers(loggers: Sequence[Logger]) -> list[TrackedRun]:
-    """Returns the W&B runs among ``loggers``."""
-    return [logger for logger in loggers if isinstance(logger, TrackedRun)]
+def wandb_loggers(loggers: Sequence[Logger]) -> list[WandbRunLogger]:
+    """Returns the W&B loggers among ``loggers``."""
+    return [logger for logger in loggers if isinstance(logger, WandbRunLogger)]
 
 
 def close_loggers(loggers: Sequence[Logger], status: str) -> None:
-    """Ends the loggers' runs ("success", "failed" or "interrupted"), W&B's also if another's end fails."""
+    """Ends the loggers' runs ("success", "failed" or "interrupted"); W&B's run ends even if another logger fails."""
     try:
         for logger in loggers:
             logger.finalize(status)
     finally:
-        for tracker in trackers(loggers):
+        for tracker in wandb_loggers(loggers):
             tracker.close(status)
 
 
 @contextmanager
 def open_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Json]) -> Iterator[list[Logger]]:
-    """Opens the loggers for the length of a block; closes them with the status it ended with (Ctrl-C: interrupted)."""
+    """Opens the loggers for a block; closes them as success, failed or interrupted (Ctrl-C), as the block ended."""
     loggers = make_loggers(settings, folder, config)
     status = "failed"
     try:
@@ -138,5 +138,5 @@ def open_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Js
     finally:
         try:
             close_loggers(loggers, status)
-        except Exception as problem:  # noqa: BLE001  of any tracker; what was trained stands
-            log.warning("warning: the run's loggers did not close (%s: %s)", type(problem).__name__, problem)
+        except Exception as problem:  # noqa: BLE001  a logger's failure must not discard the training
+            log.warning("warning: could not close the run's loggers (%s: %s)", type(problem).__name__, problem)

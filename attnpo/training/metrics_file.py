@@ -1,7 +1,7 @@
-"""Run's metrics as one table, whatever number of sessions wrote it.
+"""Metrics of a run as one table, merged over all its sessions.
 
-A session appends to its own file under ``logs/``; ``metrics.csv`` holds what was merged last and is replaced as a
-whole, so that no row is lost with a process.
+Each session appends to its own file under ``logs/``. ``metrics.csv`` holds the last merge and is replaced atomically,
+so that no row is lost if the process is killed.
 """
 
 import csv
@@ -19,7 +19,7 @@ Row = dict[str, float]
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Returns the rows of a metrics file without empty cells, and without a last line that has no end yet."""
+    """Reads the rows of a metrics file, without empty cells and without an incomplete last line."""
     if not path.is_file():
         return []
     text = path.read_bytes().decode(errors="replace")
@@ -28,12 +28,12 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def merge_metrics(folder: Path) -> list[Row]:
-    """Returns a row per step of ``metrics.csv`` and all sessions since (``logs/version_N``), written there again.
+    """Merges ``metrics.csv`` and later sessions (``logs/version_N``) into one row per step; writes and returns them.
 
-    Where a resumed session repeats a step, its values win.
+    If a resumed session repeats a step, its values replace the earlier ones.
     """
     by_step: dict[int, Row] = {}
-    for path in (folder, *_sessions(folder)):
+    for path in (folder, *_session_folders(folder)):
         for row in read_metrics(path / METRICS):
             if "step" in row:
                 by_step.setdefault(int(row["step"]), {}).update(row)
@@ -47,12 +47,12 @@ def merge_metrics(folder: Path) -> list[Row]:
     return rows
 
 
-def take_metrics(folder: Path, rows: Path) -> None:
-    """Replaces all that the run has logged by the file ``rows``, which was kept with a checkpoint."""
-    for session in _sessions(folder):
+def restore_metrics(folder: Path, rows: Path) -> None:
+    """Replaces all logged metrics of a run by the file ``rows``, which was saved with a checkpoint."""
+    for session in _session_folders(folder):
         shutil.rmtree(session)
     shutil.copyfile(rows, folder / METRICS)
 
 
-def _sessions(folder: Path) -> list[Path]:
+def _session_folders(folder: Path) -> list[Path]:
     return sorted((folder / LOGS).glob("version_*"), key=lambda path: int(path.name.split("_")[-1]))

@@ -1,4 +1,4 @@
-"""Model card of an exported policy: Markdown with the Hub's metadata, from plain facts alone (``Facts``)."""
+"""Model card of an exported policy: Markdown with the Hub's metadata, rendered from plain ``Facts``."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,13 @@ from attnpo.system.credentials import redact
 TEMPLATE = Path(__file__).parent / "templates" / "card.md.jinja"
 
 Facts = Mapping[str, Any]
-"""Facts that the card tells; a part that is missing is left out.
+"""Contents of the card; missing parts are left out.
 
-``base``, ``data``: where they come from, with name, path, hub (the id there or None) and revision; the base with a
-fingerprint (digests by name), the data with subset and splits (rows read, pairs kept, counts of the dropped and the
-noted ones by reason). ``method``: objective, weights and judge, each with name and settings, and shares of the judge's
-verdicts by name. ``statistics``: numbers by split and name. ``hyperparameters``, ``versions``: by name. ``command``: as
-a list. ``reward``: the model is a reward model. ``overlap``: a remark where validation is not of unseen pairs.
+``base``, ``data``: name, path, hub (the Hub's id or None) and revision. The base also has a fingerprint (digests by
+name), the data a subset and splits (rows read, pairs kept, counts of dropped and noted pairs by reason). ``method``:
+objective, weights and judge with name and settings, and shares of the judge's verdicts by name. ``statistics``: numbers
+by split and name. ``hyperparameters``, ``versions``: values by name. ``command``: list of arguments. ``reward``: true
+for a reward model. ``overlap``: remark if validation pairs were also trained on.
 """
 
 
@@ -30,23 +30,25 @@ def model_card(
     dtype: str = "float32",
     notes: Sequence[str] = (),
 ) -> str:
-    """Returns the text of README.md. ``metrics``: those of validation at ``step`` (others are left out).
+    """Returns the text of README.md. Only validation metrics in ``metrics``, measured at ``step``, are shown.
 
     ``notes`` are remarks for the section on use.
     """
     facts = cast(Facts, redact(facts))
     base, method = facts.get("base", {}), facts.get("method", {})
     objective, weights = method.get("objective"), method.get("weights")
-    title = f"{base.get('name', 'A base model')}, trained with {_name(objective)}"
+    title = f"{base.get('name', 'A base model')}, trained with {_component_name(objective)}"
     validated = {name: value for name, value in sorted(metrics.items()) if name.startswith("val/")}
     remark = f"\n\n{facts['overlap']}." if validated and facts.get("overlap") else ""
     sections = {
-        "Base model": _origin({**base, **{f"fingerprint: {k}": v for k, v in base.get("fingerprint", {}).items()}}),
-        "Data": _data(facts.get("data", {})),
-        "Method": _method(method),
-        "Token weights": _statistics(facts.get("statistics", {})),
-        "Hyperparameters": _pairs("setting", facts.get("hyperparameters", {})),
-        f"Validation at step {step}" if step is not None else "Validation": _pairs("metric", validated) + remark,
+        "Base model": _origin_table(
+            {**base, **{f"fingerprint: {k}": v for k, v in base.get("fingerprint", {}).items()}}
+        ),
+        "Data": _data_section(facts.get("data", {})),
+        "Method": _method_section(method),
+        "Token weights": _statistics_table(facts.get("statistics", {})),
+        "Hyperparameters": _value_table("setting", facts.get("hyperparameters", {})),
+        f"Validation at step {step}" if step is not None else "Validation": _value_table("metric", validated) + remark,
     }
     given: dict[str, Any] = {
         "reward": facts.get("reward", False),
@@ -54,19 +56,19 @@ def model_card(
         "dtype": dtype,
         "sections": sections,
         "title": " ".join(title.split()),
-        "objective": _name(objective),
-        "weights": _name(weights) if weights else None,
+        "objective": _component_name(objective),
+        "weights": _component_name(weights) if weights else None,
         "notes": [f"{note[0].upper()}{note[1:]}" for note in notes],
         "versions": ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items()),
         "command": shlex.join(facts.get("command", ())),
     }
-    return f"{ModelCard.from_template(metadata(facts), template_path=str(TEMPLATE), **given)}\n"
+    return f"{ModelCard.from_template(hub_metadata(facts), template_path=str(TEMPLATE), **given)}\n"
 
 
-def metadata(facts: Facts) -> ModelCardData:
-    """Returns the Hub's metadata. Base and data are named only if they are on the Hub: it refuses cards with others."""
+def hub_metadata(facts: Facts) -> ModelCardData:
+    """Returns the Hub's metadata. Names base and data only if they are on the Hub, which refuses other cards."""
     method, hub, datasets = (facts.get("method", {}), *(facts.get(part, {}).get("hub") for part in ("base", "data")))
-    names = [_name(part).lower() for part in (method.get("objective"), method.get("weights")) if part]
+    names = [_component_name(part).lower() for part in (method.get("objective"), method.get("weights")) if part]
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="text-classification" if facts.get("reward", False) else "text-generation",
@@ -77,43 +79,46 @@ def metadata(facts: Facts) -> ModelCardData:
     )
 
 
-def _origin(place: Facts) -> str:
+def _origin_table(place: Facts) -> str:
     shown = ("path", "subset", "revision")
     rows = {k: v for k, v in place.items() if (k in shown or k.startswith("fingerprint: ")) and v is not None}
-    return _pairs("", rows)
+    return _value_table("", rows)
 
 
-def _data(data: Facts) -> str:
+def _data_section(data: Facts) -> str:
     splits = data.get("splits", {})
     read = [(name, one.get("read"), one.get("kept")) for name, one in splits.items()]
-    text = [_origin(data), _table(("split", "rows read", "pairs kept"), read)]
+    text = [_origin_table(data), _markdown_table(("split", "rows read", "pairs kept"), read)]
     for word in ("dropped", "noted"):
         counts = [(name, reason, n) for name, one in splits.items() for reason, n in one.get(word, {}).items()]
-        text.append(_table(("split", word, "count"), counts))
+        text.append(_markdown_table(("split", word, "count"), counts))
     return "\n\n".join(filter(None, text))
 
 
-def _method(method: Facts) -> str:
+def _method_section(method: Facts) -> str:
     text = []
     for title in ("Objective", "Weights", "Judge"):
         if part := method.get(title.lower()):
-            text.append(f"{title}: {_cell(_name(part))}\n\n" + _pairs("setting", part.get("settings", {})))
+            text.append(
+                f"{title}: {_escape_cell(_component_name(part))}\n\n"
+                + _value_table("setting", part.get("settings", {}))
+            )
     if verdicts := method.get("verdicts"):
-        text.append("The judge's verdicts on the pairs\n\n" + _pairs("verdicts", verdicts))
+        text.append("The judge's verdicts on the pairs\n\n" + _value_table("verdicts", verdicts))
     return "\n\n".join(part.rstrip() for part in text)
 
 
-def _statistics(statistics: Facts) -> str:
+def _statistics_table(statistics: Facts) -> str:
     names = list(dict.fromkeys(name for values in statistics.values() for name in values))
     rows = [(split, *(values.get(name) for name in names)) for split, values in statistics.items()]
-    return _table(("split", *names), rows if names else [])
+    return _markdown_table(("split", *names), rows if names else [])
 
 
 # ------------------------------------------------------------------------------------------------ text
 
 
-def show(value: object) -> str:
-    """Returns a value as text of the card: floats with six significant digits, lists joined, None as ``none``."""
+def format_value(value: object) -> str:
+    """Formats a value for the card: floats with six significant digits, lists joined by commas, None as ``none``."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -121,26 +126,26 @@ def show(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(map(show, value)) or "none"
+        return ", ".join(map(format_value, value)) or "none"
     return str(value)
 
 
-def _name(part: Facts | None) -> str:
+def _component_name(part: Facts | None) -> str:
     return str(part["name"]) if part else "an unnamed objective"
 
 
-def _pairs(head: str, values: Mapping[str, object]) -> str:
-    return _table((head, "value"), list(values.items()))
+def _value_table(head: str, values: Mapping[str, object]) -> str:
+    return _markdown_table((head, "value"), list(values.items()))
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     if not rows:
         return ""
     lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(_cell(show(value)) for value in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(_escape_cell(format_value(value)) for value in line) + " |" for line in lines)
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     for mark in ("\\", "|", "<", ">", "`", "*", "["):
         text = text.replace(mark, "\\" + mark)
     return " ".join(text.split())

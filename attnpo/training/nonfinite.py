@@ -1,6 +1,6 @@
-"""Values that are not finite, in the pairs of a step (which is kept in a file), the model's weights and validations.
+"""Non-finite values in the pairs of a step, which is saved to a file, in the model's weights and in validations.
 
-A function reads a tensor's values only when it is called for that: on a GPU every read waits for the device.
+Every read of a tensor's values waits for the GPU, so these functions read them only when called.
 """
 
 import math
@@ -26,15 +26,15 @@ from attnpo.schema import (
     UserError,
     join_names,
 )
-from attnpo.training.checkpoint_folders import newest
-from attnpo.training.gather import from_all_ranks
+from attnpo.training.checkpoint_folders import latest_checkpoint
+from attnpo.training.gather import all_gather_values
 
-SHOWN = 8  # pairs named in a message; all of them are in the file
+SHOWN = 8  # pairs named in a message; the file has all of them
 
 
 @dataclass(frozen=True)
 class MicroBatchRecord:
-    """One scored micro-batch as it is kept until the optimiser steps: losses and statistics without their graph."""
+    """Scored micro-batch, kept until the optimiser steps: losses and statistics without their graph."""
 
     batch: PreferenceBatch
     policy: TokenStats
@@ -42,17 +42,17 @@ class MicroBatchRecord:
     losses: Float[Tensor, " pairs"]
 
     @classmethod
-    def of(
+    def from_output(
         cls, batch: PreferenceBatch, policy: TokenStats, reference: TokenStats | None, output: ObjectiveOutput
     ) -> "MicroBatchRecord":
-        """Returns the micro-batch with its pairs' losses as they enter the step; hidden states are not kept."""
+        """Builds the record with losses times pair weights; drops hidden states."""
         losses = output.losses.detach() * batch.pair_weight
-        kept = [None if stats is None else detach(stats, hidden=False) for stats in (policy, reference)]
+        kept = [None if stats is None else detach_stats(stats, hidden=False) for stats in (policy, reference)]
         return cls(batch, cast(TokenStats, kept[0]), kept[1], losses)
 
 
 def nonfinite_pairs(scored: Iterable[tuple[Sequence[str], Float[Tensor, " pairs"]]]) -> list[str]:
-    """Returns the ids of the pairs whose loss is not finite; of each batch the ids and the losses are given."""
+    """Returns the ids of the pairs with a non-finite loss. ``scored``: pair ids and losses of each batch."""
     return [
         pair_id
         for pair_ids, losses in scored
@@ -62,7 +62,7 @@ def nonfinite_pairs(scored: Iterable[tuple[Sequence[str], Float[Tensor, " pairs"
 
 
 def nonfinite_inputs(scored: Sequence[MicroBatchRecord]) -> list[str]:
-    """Names what the objective read and is not finite in the pairs with a non-finite loss, off the mask nothing."""
+    """Names the objective's inputs that are not finite in the pairs with a non-finite loss; ignores masked tokens."""
     names = [
         name
         for item in scored
@@ -72,7 +72,7 @@ def nonfinite_inputs(scored: Sequence[MicroBatchRecord]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def save_step(
+def save_nonfinite_step(
     scored: Sequence[MicroBatchRecord],
     gradients: Mapping[str, Tensor],
     path: Path,
@@ -82,72 +82,72 @@ def save_step(
     leads: bool,
     norm: float = math.nan,
 ) -> str:
-    """Writes a step that is not finite to ``path`` in the process that ``leads``; returns what is wrong, in words.
+    """Saves a step that is not finite to ``path`` in the process that ``leads``; returns an error message.
 
-    A collective: every rank must call it. ``norm``: that of its gradient. The file, which loads with
-    ``weights_only=True``, has ``step``, the ``pairs`` and ``inputs`` that are not finite, ``gradients`` (names of such,
-    per process) and ``processes``: lists of micro-batches with ids, losses, batch and statistics.
+    A collective: every rank must call it. ``norm``: the gradient norm. The file, which loads with
+    ``weights_only=True``, has ``step``, the non-finite ``pairs`` and ``inputs``, ``gradients`` (names of non-finite
+    ones, per process) and ``processes``: lists of micro-batches with ids, losses, batch and statistics.
     """
     bad_gradients = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
-    bad_pairs = from_all_ranks(nonfinite_pairs((item.batch.pair_ids, item.losses) for item in scored), processes)
-    bad_inputs = from_all_ranks(nonfinite_inputs(scored), processes)
-    pair_ids = from_all_ranks([pair_id for item in scored for pair_id in item.batch.pair_ids], processes)
+    bad_pairs = all_gather_values(nonfinite_pairs((item.batch.pair_ids, item.losses) for item in scored), processes)
+    bad_inputs = all_gather_values(nonfinite_inputs(scored), processes)
+    pair_ids = all_gather_values([pair_id for item in scored for pair_id in item.batch.pair_ids], processes)
     pairs, inputs = list(chain(*bad_pairs)), list(dict.fromkeys(chain(*bad_inputs)))
     contents = {
         "step": step,
         "pairs": pairs,
         "inputs": inputs,
-        "gradients": from_all_ranks(bad_gradients, processes),
-        "processes": from_all_ranks([_plain(item) for item in scored], processes),
+        "gradients": all_gather_values(bad_gradients, processes),
+        "processes": all_gather_values([_to_plain(item) for item in scored], processes),
     }
-    written = all(from_all_ranks(_write(contents, path) if leads else True, processes))
+    written = all(all_gather_values(_try_save(contents, path) if leads else True, processes))
     whole = list(chain(*pair_ids))
     if pairs:
         what = f"the loss of optimiser step {step} is not finite for {len(pairs)} of {len(whole)} pairs"
-        also = ", ".join(inputs) or "nothing that it is computed from"
+        also = ", ".join(inputs) or "none of its inputs"
         what += f": {join_names(pairs, SHOWN)} (not finite there: {also})"
     else:
         what = f"the gradient norm of optimiser step {step} is {norm}, though its loss is finite; the step's pairs: "
         what += join_names(whole, SHOWN)
     where = f"batches and per-token statistics are in {path}" if written else "its batches could not be saved"
-    return f"{what}. Training stopped before this step, the weights are those of step {step - 1}; {where}"
+    return f"{what}. Training stopped before this step, with the weights of step {step - 1}; {where}"
 
 
-def advice(lr: float, other: str, precision: str) -> str:
-    """Returns what may help against numbers that are not finite."""
+def suggest_settings(lr: float, other: str, precision: str) -> str:
+    """Suggests settings that may prevent non-finite numbers."""
     exact = "" if precision.startswith("32") else f", trainer.precision=32-true (now {precision})"
     return f"a smaller optimizer.lr (now {lr:g}), {other}{exact}"
 
 
-def peak(value: Tensor) -> Tensor:
-    """Returns the largest magnitude in float32, NaN where a value is; several times as fast on a CPU as a norm."""
+def max_magnitude(value: Tensor) -> Tensor:
+    """Returns the largest magnitude in float32, NaN if any value is NaN; on a CPU several times as fast as a norm."""
     return torch.stack(torch.aminmax(value.detach())).abs().amax().float()
 
 
 def check_weights(trainer: L.Trainer) -> None:
-    """Raises ``UserError`` on every rank unless all trained weights are finite (a collective: every rank must call it).
+    """Raises ``UserError`` on every rank unless all trained weights are finite.
 
-    Reads every trained weight once and makes no copy.
+    A collective: every rank must call it. Reads every trained weight once, without copies.
     """
     policy = trainer.lightning_module.get_submodule("policy.model")
     trained = {name: value for name, value in policy.named_parameters() if value.requires_grad}
     shards = {
         name: value.to_local() if isinstance(value, DTensor) else value.detach() for name, value in trained.items()
     }
-    held = [name for name, value in shards.items() if value.numel()]  # a process may have no part of a short one
-    peaks = [peak(shards[name]) for name in held]  # the device is read once for all parameters
+    held = [name for name, value in shards.items() if value.numel()]  # a rank may hold no part of a small parameter
+    peaks = [max_magnitude(shards[name]) for name in held]  # the device is read once for all parameters
     finite = torch.stack(peaks).isfinite().tolist() if peaks else []
     bad_here = [name for name, good in zip(held, finite, strict=True) if not good]
-    of_ranks = {name for names in from_all_ranks(bad_here, trainer.world_size) for name in names}
+    of_ranks = {name for names in all_gather_values(bad_here, trainer.world_size) for name in names}
     if bad := [name for name in trained if name in of_ranks]:
         raise UserError(
             f"the weights are not finite after optimiser step {trainer.global_step}: {len(bad)} of {len(trained)} "
-            f"trained parameters (first: {bad[0]}); {_what_stands(trainer)}"
+            f"trained parameters (first: {bad[0]}); {_describe_last_checkpoint(trainer)}"
         )
 
 
 def check_validation(trainer: L.Trainer) -> None:
-    """Raises ``UserError`` unless every ``val/*`` metric logged last (over all ranks) is finite."""
+    """Raises ``UserError`` unless all ``val/*`` metrics of the last validation (over all ranks) are finite."""
     bad = [
         f"{name} {float(value):g}"
         for name, value in trainer.callback_metrics.items()
@@ -158,21 +158,24 @@ def check_validation(trainer: L.Trainer) -> None:
     listed = join_names(bad, SHOWN)
     if trainer.state.fn == "validate":
         raise UserError(
-            f"the validation before the first step is not finite ({listed}), so no run can end well: look at the "
-            "validation pairs that are named above, their weights and the reference's log-probs"
+            f"the validation before the first step is not finite ({listed}), so training cannot work: inspect the "
+            "validation pairs named above, their weights and the reference's log-probs"
         )
     raise UserError(
-        f"the validation after optimiser step {trainer.global_step} is not finite ({listed}), so this is no result; "
-        f"{_what_stands(trainer)}"
+        f"the validation after optimiser step {trainer.global_step} is not finite ({listed}), so there is no result; "
+        f"{_describe_last_checkpoint(trainer)}"
     )
 
 
-def _what_stands(trainer: L.Trainer) -> str:
-    """Says which checkpoint stands when weights or validation are not finite, and what to try."""
+def _describe_last_checkpoint(trainer: L.Trainer) -> str:
+    """Names the last checkpoint and suggests settings, for errors about non-finite weights or validations."""
     module: Any = trainer.lightning_module
-    saved = newest(Path(trainer.default_root_dir))
-    stands = "no checkpoint is saved" if saved is None else f"saved last is step {saved[0]}, in {saved[1]}"
-    return f"{stands}. Try {advice(module.recipe.lr, 'a smaller trainer.gradient_clip_val', str(trainer.precision))}"
+    saved = latest_checkpoint(Path(trainer.default_root_dir))
+    stands = "no checkpoint was saved" if saved is None else f"the last saved step is {saved[0]}, in {saved[1]}"
+    return (
+        f"{stands}. Try "
+        f"{suggest_settings(module.recipe.lr, 'a smaller trainer.gradient_clip_val', str(trainer.precision))}"
+    )
 
 
 def _finite_inputs(item: MicroBatchRecord) -> dict[str, Bool[Tensor, " pairs"]]:
@@ -195,35 +198,35 @@ def _finite_pairs(finite: Bool[Tensor, "rows R"]) -> Bool[Tensor, " pairs"]:
     return chosen & rejected
 
 
-def detach(stats: TokenStats, *, hidden: bool = True) -> TokenStats:
-    """Returns the same statistics without their graph, and without hidden states unless ``hidden``."""
+def detach_stats(stats: TokenStats, *, hidden: bool = True) -> TokenStats:
+    """Returns the statistics without their graph, and without hidden states unless ``hidden`` is set."""
     return replace(
         stats,
         logps=stats.logps.detach(),
         hidden=stats.hidden.detach() if hidden and stats.hidden is not None else None,
         vocab={name: value.detach() for name, value in stats.vocab.items()},
         joint={name: value.detach() for name, value in stats.joint.items()},
-        groups={name: detach(value, hidden=hidden) for name, value in stats.groups.items()},
+        groups={name: detach_stats(value, hidden=hidden) for name, value in stats.groups.items()},
     )
 
 
-def _plain(value: object) -> object:
-    """Returns the value as plain containers: dataclasses as dicts, tuples as lists, tensors on the CPU."""
+def _to_plain(value: object) -> object:
+    """Converts a value to plain containers: dataclasses to dicts, tuples to lists, tensors to the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, MicroBatchRecord):
-        return {"pair_ids": list(value.batch.pair_ids), **{name: _plain(item) for name, item in vars(value).items()}}
+        return {"pair_ids": list(value.batch.pair_ids), **{name: _to_plain(item) for name, item in vars(value).items()}}
     if isinstance(value, PreferenceBatch | RowGroup | ModelInputs | TokenStats | InputGradient):
-        return {name: _plain(item) for name, item in vars(value).items()}
+        return {name: _to_plain(item) for name, item in vars(value).items()}
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): _to_plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     return value
 
 
-def _write(contents: Mapping[str, object], path: Path) -> bool:
-    """Returns whether the file could be written: a full disk must not hide what is wrong with the loss."""
+def _try_save(contents: Mapping[str, object], path: Path) -> bool:
+    """Saves the file; returns False if that fails, so that a full disk does not hide the non-finite loss."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(contents, path)

@@ -1,4 +1,4 @@
-"""Optimiser's recipe: plain numbers, the learning-rate curve they describe, and the optimiser they make."""
+"""Optimiser settings: AdamW's numbers, the learning-rate schedule, and the optimiser built from them."""
 
 import logging
 import math
@@ -22,10 +22,10 @@ SCHEDULES = ("cosine", "constant")
 class Optimizer:
     """AdamW with linear warm-up and cosine decay (paper appendix: lr 1e-6, warm-up ratio 0.1, cosine).
 
-    ``warmup`` below 1 is a share of all optimiser steps, from 1 on a number of steps; the first update has lr / warm-up
-    steps with ``warmup_from`` "first", 0 with "zero" (Hugging Face's schedules). ``final_share`` of lr remains at a
-    cosine's end. ``moments`` "8bit": 2 bytes per parameter, not 8. ``stochastic_rounding``: for weights in bfloat16.
-    ``weight_decay`` leaves norms and biases out unless ``decay_all``.
+    ``warmup``: below 1 a share of all optimiser steps, otherwise a number of steps. ``warmup_from``: the first update
+    has a learning rate of lr / warm-up steps ("first") or of 0 ("zero", as in Hugging Face's schedules).
+    ``final_share``: share of lr at the end of the cosine. ``moments``: "8bit" takes 2 bytes per parameter instead of 8.
+    ``stochastic_rounding``: for bfloat16 weights. ``decay_all``: apply ``weight_decay`` to norms and biases too.
     """
 
     lr: float = 1e-6
@@ -47,27 +47,27 @@ class Optimizer:
         check_choice("optimizer.warmup_from", self.warmup_from, WARMUPS)
         check_range("optimizer", "(0, inf)", lr=self.lr, eps=self.eps)
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"optimizer.betas must be two numbers from 0 up to, but below, 1; got {list(self.betas)}")
+            raise UserError(f"optimizer.betas must be two numbers in [0, 1), got {list(self.betas)}")
         check_range("optimizer", "[0, inf)", weight_decay=self.weight_decay)
         check_range("optimizer", "[0, 1]", final_share=self.final_share)
         check_choice("optimizer.moments", self.moments, MOMENTS)
         if self.stochastic_rounding and self.moments != "8bit":
             raise UserError(
-                f"optimizer.stochastic_rounding comes with optimizer.moments=8bit only, got moments={self.moments}; "
-                "set both (optimizer=adamw8bit) or neither"
+                f"optimizer.stochastic_rounding needs optimizer.moments=8bit, got moments={self.moments}: set both "
+                "(optimizer=adamw8bit) or neither"
             )
 
     def check_rounding(self, formats: Collection[str]) -> None:
-        """Raises UserError for stochastic rounding of trained weights in other ``formats`` than bfloat16."""
+        """Raises UserError for stochastic rounding if any trained weight's dtype in ``formats`` is not bfloat16."""
         others = sorted({*formats} - {"bfloat16"})
         if self.stochastic_rounding and others:
             raise UserError(
-                f"optimizer.stochastic_rounding is for weights in bfloat16, the trained ones are {others[0]}: set "
+                f"optimizer.stochastic_rounding needs trained weights in bfloat16, but they are {others[0]}: set "
                 "model.dtype=bfloat16 (without model.lora) or optimizer.stochastic_rounding=false"
             )
 
     def unread(self) -> dict[str, str]:
-        """Names keys without effect as the others stand, with the reason."""
+        """Lists keys without effect under the other settings, with the reason."""
         found: dict[str, str] = {}
         if not self.weight_decay:
             found["decay_all"] = "optimizer.weight_decay=0"
@@ -77,8 +77,8 @@ class Optimizer:
             found["final_share"] = "optimizer.schedule=constant"
         return found
 
-    def factor(self, step: int, total: int) -> float:
-        """Returns what lr is multiplied with at optimiser step ``step`` (0-based) of ``total``."""
+    def lr_factor(self, step: int, total: int) -> float:
+        """Returns the factor of the learning rate at ``step`` (0-based) of ``total`` optimiser steps."""
         warmup = math.ceil(self.warmup * total) if self.warmup < 1 else int(self.warmup)
         if step < warmup:
             return (step + (self.warmup_from == "first")) / warmup
@@ -87,38 +87,38 @@ class Optimizer:
         progress = min(1.0, (step - warmup) / max(1, total - warmup))
         return self.final_share + (1 - self.final_share) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def make(
+    def build(
         self, parameters: "Iterable[torch.nn.Parameter]", undecayed: "Collection[torch.nn.Parameter]" = ()
     ) -> "torch.optim.Optimizer":
-        """Returns the optimiser over ``parameters``, without weight decay on ``undecayed`` unless ``decay_all``.
+        """Builds the optimiser over ``parameters``, without weight decay on ``undecayed`` unless ``decay_all`` is set.
 
-        Raises ``UserError`` for 8-bit moments without torchao, and for stochastic rounding of weights other than
+        Raises ``UserError`` for 8-bit moments without torchao, and for stochastic rounding of weights that are not
         bfloat16.
         """
         import torch
 
         trained = list(parameters)
-        groups = self._group(trained, undecayed)
+        groups = self._parameter_groups(trained, undecayed)
         if self.moments == "8bit":
             self.check_rounding({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
             return self._make_8bit(groups)
-        # One kernel over all parameters, without the parameter-sized temporaries of the default.
+        # The fused kernel avoids the parameter-sized temporaries of the default implementation.
         optimizer = torch.optim.AdamW(
             groups,
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,
             weight_decay=self.weight_decay,
-            fused=fusible(trained) or None,
+            fused=can_fuse(trained) or None,
         )
-        # Says that gradients arrive scaled (float16 training). Here they never do, and Lightning would refuse to clip.
+        # True would mean that gradients arrive scaled (float16 training), and Lightning would refuse to clip them.
         optimizer._step_supports_amp_scaling = False
         return optimizer
 
-    def _group(
+    def _parameter_groups(
         self, trained: "list[torch.nn.Parameter]", undecayed: "Collection[torch.nn.Parameter]"
     ) -> "list[dict[str, object]]":
-        """Splits the weights into the optimiser's groups: one, where weight decay makes no difference between them."""
+        """Splits the weights into parameter groups with and without decay; one group if decay makes no difference."""
         apart = set() if self.decay_all or not self.weight_decay else {id(parameter) for parameter in undecayed}
         groups: list[dict[str, object]] = [
             {"params": [parameter for parameter in trained if id(parameter) not in apart]},
@@ -134,9 +134,7 @@ class Optimizer:
                 f"optimizer.moments=8bit needs the package torchao ({error}): pip install 'attnpo[opt8bit]', or set "
                 "optimizer=adamw"
             ) from error
-        log.info(
-            "optimizer.moments=8bit: torchao compiles its update in the first step, which takes up to a minute longer"
-        )
+        log.info("optimizer.moments=8bit: torchao compiles its update in the first step, which takes up to a minute")
         optimizer: torch.optim.Optimizer = AdamW8bit(
             groups,
             lr=self.lr,
@@ -149,11 +147,11 @@ class Optimizer:
 
 
 NORMS_AND_BIASES = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-"""Names of parameters that Hugging Face's trainer does not decay (``Trainer.get_decay_parameter_names``)."""
+"""Name patterns of parameters without weight decay in Hugging Face's ``Trainer.get_decay_parameter_names``."""
 
 
-def norms_and_biases(model: "torch.nn.Module") -> "list[torch.nn.Parameter]":
-    """Finds the parameters that Hugging Face's trainer does not decay: by name, and those of every LayerNorm."""
+def norm_and_bias_parameters(model: "torch.nn.Module") -> "list[torch.nn.Parameter]":
+    """Returns the parameters that Hugging Face's Trainer does not decay: by name, and all of any LayerNorm."""
     from torch.nn import LayerNorm
     from transformers.trainer_pt_utils import get_parameter_names
 
@@ -161,8 +159,8 @@ def norms_and_biases(model: "torch.nn.Module") -> "list[torch.nn.Parameter]":
     return [one for name, one in model.named_parameters() if name not in decayed]
 
 
-def fusible(parameters: "list[torch.nn.Parameter]") -> bool:
-    """Returns whether one kernel can update every parameter: all on a GPU, or all on the CPU and none sharded."""
+def can_fuse(parameters: "list[torch.nn.Parameter]") -> bool:
+    """Returns whether one kernel can update all parameters: all on GPUs, or all on the CPU and none sharded."""
     from torch.distributed.tensor import DTensor
 
     kinds = {parameter.device.type for parameter in parameters}

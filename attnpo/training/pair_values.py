@@ -1,4 +1,4 @@
-"""Numbers logged of each pair of a batch, before any mean is taken."""
+"""Values logged per pair of a batch, before any mean is taken."""
 
 import torch
 from jaxtyping import Float, Int
@@ -14,7 +14,7 @@ def pair_values(
     """Returns everything logged per pair: loss, rewards, margins, accuracies, log-probabilities, weight statistics.
 
     ``rewards/*`` are the objective's own; equal rewards count as half an accuracy. ``weights/effective_share`` is the
-    effective number of weighted tokens over |y| as the source counts it, mean of both sides; 1 for uniform weights.
+    effective number of weighted tokens divided by the source's |y|, averaged over both sides; uniform weights give 1.
     """
     rows = batch.main
     margins = output.chosen_rewards - output.rejected_rewards
@@ -29,7 +29,7 @@ def pair_values(
         "logps/rejected": rejected,
     }
     for name, value in output.extras.items():
-        loss_part = name.startswith("losses/")  # void pairs do not count in it
+        loss_part = name.startswith("losses/")  # excludes pairs with weight 0
         values[name if loss_part else f"rewards/{name}"] = value * batch.pair_weight if loss_part else value
     weights = torch.where(rows.response_mask, rows.token_weights["reward"], 0.0)
     mass = weights.sum(-1)
@@ -42,13 +42,13 @@ def pair_values(
     return values
 
 
-def read_tokens(batch: PreferenceBatch) -> Float[Tensor, " pairs"]:
-    """Returns tokens of the batch's rows, prompts included and padding not, as equal shares of its pairs."""
-    counts = [_tokens(rows.inputs) for rows in batch.groups.values() if rows.inputs is not None]
+def tokens_per_pair(batch: PreferenceBatch) -> Float[Tensor, " pairs"]:
+    """Returns the mean number of tokens per pair, once for each pair, with prompts and without padding."""
+    counts = [_count_tokens(rows.inputs) for rows in batch.groups.values() if rows.inputs is not None]
     return torch.stack(counts).sum().double().expand(batch.pairs) / batch.pairs
 
 
-def _tokens(inputs: ModelInputs) -> Int[Tensor, ""]:
+def _count_tokens(inputs: ModelInputs) -> Int[Tensor, ""]:
     if inputs.segments is not None:
         return inputs.segments[:, [1, 3]].sum().to(inputs.input_ids.device, non_blocking=True)
     if inputs.attention_mask is not None:

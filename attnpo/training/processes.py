@@ -1,4 +1,4 @@
-"""Number of training processes: as many as a launcher started, else as many as trainer asks for."""
+"""Number of training processes: as many as the launcher started, or without a launcher as many as trainer requests."""
 
 import os
 import sys
@@ -19,78 +19,78 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 EVERY = ("auto", "-1")
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")  # by which a launcher names a rank
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")  # set by launchers
 
 
 def planned_processes(settings: TrainerSettings) -> int:
-    """Returns how many processes will train: those that were started, else those that the trainer asks for."""
+    """Returns how many processes will train: those a launcher started, else those ``settings`` request."""
     started = launched_processes()
-    return wanted_processes(settings) if started is None else started[0]
+    return requested_processes(settings) if started is None else started[0]
 
 
-def wanted_processes(settings: TrainerSettings) -> int:
-    """Returns how many processes ``settings`` ask for; ``auto`` is one for each usable GPU, and one on a CPU."""
-    return _on_a_node(settings) * settings.num_nodes
+def requested_processes(settings: TrainerSettings) -> int:
+    """Returns how many processes ``settings`` request; ``auto`` means one per usable GPU, or one on a CPU."""
+    return _processes_per_node(settings) * settings.num_nodes
 
 
-def _on_a_node(settings: TrainerSettings) -> int:
+def _processes_per_node(settings: TrainerSettings) -> int:
     if settings.devices in EVERY:
-        notebook = settings.devices == "auto" and hasattr(sys, "ps1")  # where Lightning takes one
-        return 1 if notebook else max(1, visible_gpus(settings))
+        notebook = settings.devices == "auto" and hasattr(sys, "ps1")  # Lightning uses one process there
+        return 1 if notebook else max(1, count_visible_gpus(settings))
     return int(settings.devices) if settings.devices.isdigit() else len(settings.devices.split(","))
 
 
-def visible_gpus(settings: TrainerSettings) -> int:
-    """Returns the GPUs that this process sees and may use."""
+def count_visible_gpus(settings: TrainerSettings) -> int:
+    """Returns the number of GPUs that this process can see and may use."""
     import torch
 
     return torch.cuda.device_count() if settings.accelerator != "cpu" and torch.cuda.is_available() else 0
 
 
-def as_launched(settings: TrainerSettings) -> TrainerSettings:
-    """Returns the settings with the launcher's number of nodes and of devices on each; unchanged without a launcher.
+def apply_launcher(settings: TrainerSettings) -> TrainerSettings:
+    """Returns the settings with the launcher's numbers of nodes and devices; unchanged without a launcher.
 
-    Raises UserError where the trainer's settings, SLURM's variables, the GPUs or the variables of a rank contradict
-    what started this process.
+    Raises UserError if the trainer's settings, SLURM's variables, the GPUs or the variables of a rank contradict the
+    launcher.
     """
     started = launched_processes()
-    total, nodes = started or (wanted_processes(settings), None)
+    total, nodes = started or (requested_processes(settings), None)
     nodes = nodes or settings.num_nodes
-    _require_place(total, nodes)
+    _require_launcher(total, nodes)
     if started is None:
-        _require_possible(settings)
+        _require_usable_devices(settings)
         return settings
     each, rest = divmod(total, nodes)
     name = describe_launcher()[0]
     if is_slurm_task() and "SLURM_STEP_ID" not in os.environ:
         raise UserError(
-            f"SLURM_NTASKS is {total} and srun has not started this process, which would wait for the others for ever: "
+            f"SLURM_NTASKS is {total}, but srun did not start this process, so it would wait for the others forever: "
             "put srun before the command, or run it as one process with srun --ntasks=1"
         )
     if rest:
         raise UserError(
-            f"{name} started {total} processes on {nodes} nodes, which do not spread evenly: start as many on each "
-            "(srun --ntasks-per-node)"
+            f"{name} started {total} processes on {nodes} nodes, which is not the same number on each: use "
+            "srun --ntasks-per-node"
         )
-    given = None if settings.devices in EVERY else _on_a_node(settings)
+    given = None if settings.devices in EVERY else _processes_per_node(settings)
     if given not in (None, each) or settings.num_nodes not in (1, nodes):
         asked = f"trainer.devices={settings.devices} and trainer.num_nodes={settings.num_nodes}"
         raise UserError(
-            f"{name} started {total} processes on {nodes} node{'s' * (nodes > 1)}, and {asked} ask for "
-            f"{'others' if given is None else given * settings.num_nodes}: leave both out (they follow the launcher), "
-            "or start as many processes as they ask for"
+            f"{name} started {total} processes on {nodes} node{'s' * (nodes > 1)}, but {asked} ask for "
+            f"{'another number' if given is None else given * settings.num_nodes}: leave both out (they follow the "
+            "launcher), or start as many processes as they ask for"
         )
-    gpus = visible_gpus(settings)
+    gpus = count_visible_gpus(settings)
     if 0 < gpus < each and not (gpus == 1 and is_slurm_task()):  # SLURM may show each task a GPU of its own
         raise UserError(
-            f"{name} started {each} processes on this node, and {gpus} GPU{'s are' if gpus > 1 else ' is'} visible: "
+            f"{name} started {each} processes on this node, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible: "
             "start as many processes as there are GPUs, or set trainer.accelerator=cpu"
         )
     return replace(settings, devices=str(each) if given is None else settings.devices, num_nodes=nodes)
 
 
-def _require_place(total: int, nodes: int) -> None:
-    """Refuses variables of a rank without a launcher: it would wait for the others for ever, or write no result."""
+def _require_launcher(total: int, nodes: int) -> None:
+    """Raises UserError for variables of a rank without a launcher: it would wait forever, or write no result."""
     given = [f"{name}={os.environ[name]}" for name in PLACE if name in os.environ]
     if not given or "TORCHELASTIC_RUN_ID" in os.environ or is_slurm_task():
         return
@@ -103,51 +103,51 @@ def _require_place(total: int, nodes: int) -> None:
         why = f"{', '.join(lacking)} not set" if lacking else f"NODE_RANK and LOCAL_RANK make it rank {place}"
         raise UserError(
             f"the environment ({', '.join(given)}) makes this process one of {total} on {nodes} "
-            f"node{'s' * (nodes > 1)}, and no launcher stands behind it ({why}): training would wait for the others "
-            "for ever. Start it with torchrun or srun, or alone with "
+            f"node{'s' * (nodes > 1)}, but no launcher started it ({why}), so training would wait for the others "
+            "forever: start it with torchrun or srun, or alone with "
             f"`env {' '.join(f'-u {name}' for name in PLACE if name in os.environ)}` before the command"
         )
 
 
-def _require_possible(settings: TrainerSettings) -> None:
-    """Refuses what needs a launcher: other nodes, whose processes would be waited for, and GPUs on a CPU."""
+def _require_usable_devices(settings: TrainerSettings) -> None:
+    """Raises UserError for several nodes without a launcher, and for a list of GPUs on a machine without any."""
     if settings.num_nodes > 1 and not {"NODE_RANK", "GROUP_RANK"} & os.environ.keys():
         raise UserError(
-            f"trainer.num_nodes={settings.num_nodes} needs a process on every node, and nothing started some: use "
+            f"trainer.num_nodes={settings.num_nodes} needs a launcher to start the processes on every node: use "
             f"torchrun --nnodes {settings.num_nodes} or srun, and leave trainer.num_nodes out"
         )
-    if not visible_gpus(settings) and not (settings.devices == "auto" or settings.devices.isdigit()):
+    if not count_visible_gpus(settings) and not (settings.devices == "auto" or settings.devices.isdigit()):
         raise UserError(
-            f"trainer.devices={settings.devices} names GPUs, and none may be used here: on a CPU it is auto (one "
-            "process) or a number of processes"
+            f"trainer.devices={settings.devices} names GPUs, but none can be used here: for a CPU set it to auto (one "
+            "process) or to a number of processes"
         )
 
 
-def environment() -> "ClusterEnvironment | None":
-    """Returns what tells Lightning its place in the job; None where Lightning finds the launcher by itself."""
+def make_cluster_environment() -> "ClusterEnvironment | None":
+    """Returns the environment that gives Lightning its rank; None if Lightning detects the launcher by itself."""
     from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-    from attnpo.training.trainer import SlurmTasks
+    from attnpo.training.trainer import SrunEnvironment
 
     if is_slurm_task():
-        return SlurmTasks()
+        return SrunEnvironment()
     alone = "SLURM_NTASKS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
     return LightningEnvironment() if alone else None
 
 
-def require_world(trainer: int, settings: TrainerSettings) -> None:
-    """Raises UserError unless the trainer built from ``settings`` is one of as many processes as they say."""
-    wanted = wanted_processes(settings)
+def require_world_size(trainer: int, settings: TrainerSettings) -> None:
+    """Raises UserError unless the trainer's number of processes is the one ``settings`` request."""
+    wanted = requested_processes(settings)
     if trainer != wanted:
         raise UserError(
-            f"this run is of {wanted} process{'es' * (wanted > 1)} and its trainer of {trainer}: trainer.devices="
-            f"{settings.devices} and trainer.num_nodes={settings.num_nodes} must be what started them; start it with "
-            "torchrun or srun, or set both"
+            f"trainer.devices={settings.devices} and trainer.num_nodes={settings.num_nodes} ask for {wanted} "
+            f"process{'es' * (wanted > 1)}, but Lightning's trainer has {trainer}: start the run with torchrun or "
+            "srun, or set both to match"
         )
 
 
-def machine_line(settings: TrainerSettings, seed: int) -> str:
-    """Devices, processes, threads and seed."""
+def describe_machine(settings: TrainerSettings, seed: int) -> str:
+    """Lists devices, processes, threads and seed in one line."""
     import torch
 
     processes = planned_processes(settings)

@@ -1,6 +1,6 @@
-"""Keeps the log-probabilities of a live reference: stored with the checkpoints, read from the second epoch on.
+"""Records the log-probabilities of a live reference in the first epoch, so that later epochs read them from the store.
 
-Owns when that happens; the caller says where they are stored.
+Decides when they are stored and read; the caller decides where.
 """
 
 import logging
@@ -21,16 +21,16 @@ from attnpo.weights.capture import LogpPair
 log = logging.getLogger(__name__)
 
 
-AT_ONCE = 1024  # micro-batches whose log-probabilities wait to be stored
+AT_ONCE = 1024  # micro-batches per write to the store
 
 Examples = Mapping[str, Sequence[TrainingExample]]
 
 
-class KeptReference(L.Callback):
-    """Keeps the log-probabilities that a run's reference gives, and drops the reference once it has them all.
+class ReferenceRecorder(L.Callback):
+    """Records the log-probabilities of a run's reference, and drops the reference once all are stored.
 
-    ``store`` stores those of pairs; ``complete`` gives the examples of both splits with them, None while any is
-    missing; ``known``: ids of pairs that are stored already.
+    ``store``: stores the log-probabilities of pairs. ``complete``: returns the examples of both splits with their
+    log-probabilities, None while any is missing. ``known``: ids of pairs that are stored already.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class KeptReference(L.Callback):
         self._seen: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
 
     def __call__(self, batch: PreferenceBatch, logps: Tensor) -> None:
-        """Keeps a batch's log-probabilities [rows R] on their device: copying them would wait for a GPU."""
+        """Records a batch's log-probabilities [rows R] on their device, because copying them would wait for a GPU."""
         if self._known.issuperset(batch.pair_ids):
             return
         if len(self._seen) == AT_ONCE:
@@ -52,7 +52,7 @@ class KeptReference(L.Callback):
         self._seen.append((batch.pair_ids, batch.main.response_mask.sum(1), logps.detach()))
 
     def flush(self) -> None:
-        """Stores the log-probabilities of the pairs that are new."""
+        """Stores the log-probabilities of new pairs."""
         rows: dict[str, LogpPair] = {}
         for pair_ids, counts, logps in self._seen:
             values, lengths = logps.float().cpu(), counts.tolist()
@@ -67,17 +67,17 @@ class KeptReference(L.Callback):
             self._store(rows)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stores what the validation before the first step gave."""
+        """Stores the log-probabilities from the validation before the first step."""
         self.flush()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Gives the loaders the stored values and drops the reference, once all pairs of all processes are stored."""
+        """Switches the loaders to the stored values and drops the reference once all processes stored all pairs."""
         if not isinstance(pl_module, PreferenceModule) or pl_module.kept is None or trainer.current_epoch == 0:
             return
         examples, problem = None, None
         try:
             self.flush()
-        except UserError as error:  # the others must not wait for this process
+        except UserError as error:  # raised later, so that the other processes do not wait for this one
             problem = error
         trainer.strategy.barrier("reference log-probs are stored")
         if problem is None:
@@ -85,26 +85,26 @@ class KeptReference(L.Callback):
         if not trainer.strategy.reduce_boolean_decision(examples is not None, all=True) or examples is None:
             if problem is not None:
                 raise problem
-            log.info("reference log-probs: not all pairs were seen in the last epoch, so the reference stays")
+            log.info("reference log-probs: the last epoch did not cover all pairs, so the reference is still needed")
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         assert isinstance(data, PreferenceDataModule)
         data.train_batches.examples, data.val_batches.examples = examples["train"], examples["val"]
         pl_module.reference = pl_module.kept = None
-        torch.cuda.empty_cache()  # without effect where there is no GPU
-        log.info("reference log-probs: all pairs are stored; the reference is let go")
+        torch.cuda.empty_cache()  # does nothing without a GPU
+        log.info("reference log-probs: all pairs are stored, and the reference model is unloaded")
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
-        """Stores what a run resumed from this checkpoint will read."""
+        """Stores the log-probabilities that a run resumed from this checkpoint will read."""
         self.flush()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stores the rest."""
+        """Stores the remaining log-probabilities."""
         self.flush()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Stores what was computed before the exception, if that is still possible."""
+        """Stores the log-probabilities computed before the exception, if possible."""
         try:
             self.flush()
         except Exception as error:  # noqa: BLE001  # the exception that ended the training is the one to report
-            log.warning("reference log-probs: those since the last checkpoint are not stored (%s)", error)
+            log.warning("reference log-probs: those computed since the last checkpoint were not stored (%s)", error)

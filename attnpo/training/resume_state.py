@@ -1,4 +1,4 @@
-"""State that a resumed run needs beside weights and optimiser: its place in the data, random states, metrics so far."""
+"""State that resuming needs besides weights and optimiser: position in the data, random states and metrics."""
 
 import logging
 import random
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from attnpo.data.datamodule import PreferenceDataModule
-from attnpo.training.gather import from_all_ranks
+from attnpo.training.gather import all_gather_values
 
 log = logging.getLogger(__name__)
 
@@ -17,17 +17,17 @@ KEY: Final = "attnpo"
 
 
 RandomState = dict[str, Any]
-"""States of Python's, NumPy's and torch's generators as plain data; ``cuda`` where there is a GPU."""
+"""States of the random generators of Python, NumPy and torch as plain data, and ``cuda`` on a GPU."""
 Checkpoint = dict[str, Any]
-"""Contents of a ``state.ckpt``. Beside Lightning's own: ``attnpo`` (metrics, the first ones, random states of all
-ranks), ``trained`` (shapes of the weights by their names), ``attnpo_validated`` (saved after its step's validation)."""
+"""Contents of a ``state.ckpt``. In addition to Lightning's keys: ``attnpo`` (latest and first metrics, random states of
+all ranks), ``trained`` (shapes of the trained weights by name), ``attnpo_validated`` (whether it was validated)."""
 
 
-class Continuation(L.Callback):
-    """Makes a resumed run go on exactly where it was saved, also with another number of processes or micro-batch.
+class ExactResume(L.Callback):
+    """Makes a resumed run continue exactly where it was saved, also with other numbers of processes or micro-batches.
 
-    Lightning's counters of micro-batches are set anew from the sampler's place. ``metrics``: the last values of all,
-    ``first`` those from before the first step.
+    Sets Lightning's micro-batch counters from the sampler's position. ``metrics``: the latest values; ``first``: the
+    values before the first step.
     """
 
     def __init__(self) -> None:
@@ -36,16 +36,16 @@ class Continuation(L.Callback):
         self._random: list[RandomState] = []
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
-        """Adds random states of all ranks and the metrics (a collective)."""
+        """Adds the random states of all ranks and the metrics (a collective)."""
         now = {name: float(value) for name, value in trainer.callback_metrics.items() if name not in ("step", "epoch")}
         checkpoint[KEY] = {
             "metrics": {**self.metrics, **now},
             "first": self.first,
-            "random": from_all_ranks(random_state(), trainer.world_size),
+            "random": all_gather_values(get_random_state(), trainer.world_size),
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
-        """Takes over what was saved and sets Lightning's counters."""
+        """Restores the saved values and sets Lightning's counters."""
         saved = checkpoint.get(KEY, {})
         self.metrics, self.first = dict(saved.get("metrics", {})), dict(saved.get("first", {}))
         self._random = list(saved.get("random", []))
@@ -53,15 +53,15 @@ class Continuation(L.Callback):
         if isinstance(data, PreferenceDataModule) and state and "loops" in checkpoint:
             epoch, batches, length = data.locate_state(state)
             trainer.accumulate_grad_batches = data.accumulation_steps(trainer.world_size)
-            set_counters(checkpoint["loops"]["fit_loop"], checkpoint["global_step"], epoch, batches, length)
+            set_loop_counters(checkpoint["loops"]["fit_loop"], checkpoint["global_step"], epoch, batches, length)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Sets the random states; from here on only the training itself draws from them."""
+        """Restores the random states; from here on only training draws random numbers."""
         if not self._random:
             return
         if len(self._random) != trainer.world_size:
             log.warning(
-                "saved with %d processes, resumed with %d: random numbers (dropout) are not those of the saved run",
+                "the run was saved with %d processes and resumes with %d: random numbers (dropout) will differ",
                 len(self._random),
                 trainer.world_size,
             )
@@ -73,8 +73,8 @@ class Continuation(L.Callback):
 COUNTERS = ("ready", "started", "processed", "completed")
 
 
-def set_counters(fit_loop: dict[str, object], steps: int, epoch: int, batches: int, length: int) -> None:
-    """Writes into a saved fit loop that it took ``steps`` steps and is at ``batches`` of ``epoch`` (0-based)."""
+def set_loop_counters(fit_loop: dict[str, object], steps: int, epoch: int, batches: int, length: int) -> None:
+    """Sets a saved fit loop to ``steps`` optimiser steps and to micro-batch ``batches`` of ``epoch`` (0-based)."""
     epoch_over = batches >= length
     done, inside = (epoch + 1, 0) if epoch_over else (epoch, batches)
     begun = done + (not epoch_over)
@@ -86,8 +86,8 @@ def set_counters(fit_loop: dict[str, object], steps: int, epoch: int, batches: i
     fit_loop.pop("epoch_loop.val_loop.batch_progress", None)
 
 
-def random_state() -> RandomState:
-    """Returns the states of Python's, NumPy's and torch's generators (this process's GPU included) as plain data."""
+def get_random_state() -> RandomState:
+    """Returns the states of Python's, NumPy's and torch's generators (including this process's GPU) as plain data."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state: RandomState = {
         "python": random.getstate(),
@@ -100,7 +100,7 @@ def random_state() -> RandomState:
 
 
 def set_random_state(state: RandomState) -> None:
-    """Sets the generators to what ``random_state`` gave."""
+    """Restores the generators from the value of ``get_random_state``."""
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     name, numbers, position, has_gauss, next_gauss = state["numpy"]

@@ -1,4 +1,4 @@
-"""Settings of the training loop, its loggers and its callbacks: plain values without any heavy import."""
+"""Settings of trainer, loggers and callbacks: plain values, without heavy imports."""
 
 import re
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 DEVICES = r"auto|-1|0*[1-9]\d*|\d+,(\d+(,\d+)*)?"
 STRATEGIES = ("auto", "ddp", "fsdp")
 EPOCH = "epoch"
-"""Value of ``validate_every`` that counts the epoch's steps, however many they are."""
+"""Value of ``validate_every`` for validating once per epoch."""
 DIRECTIONS = {
     "loss": "min",
     "losses/preference": "min",
@@ -28,11 +28,11 @@ DIRECTIONS = {
     "logps/chosen": "max",
     "logps/rejected": "min",
 }
-"""Direction in which a metric is best (lowest or highest), by the metric's name below val/."""
+"""Best direction of a metric (lowest or highest value), by its name without val/."""
 
 
-def direction(monitor: str) -> str | None:
-    """Returns "min" or "max" for a validation metric that can only be meant one way, None for any other name."""
+def monitor_mode(monitor: str) -> str | None:
+    """Returns "min" or "max" for a validation metric with a known best direction, None for any other name."""
     split, _, name = monitor.partition("/")
     return DIRECTIONS.get(name) if split == "val" else None
 
@@ -41,8 +41,8 @@ def direction(monitor: str) -> str | None:
 class TrainerSettings:
     """Settings of Lightning's Trainer, under its own names.
 
-    ``validate_every`` counts optimiser steps (paper: 500), or is "epoch". Under a launcher ``devices`` and
-    ``num_nodes`` are the launcher's. ``strategy`` "auto" is one process or DDP; "fsdp" is FSDP2.
+    ``validate_every``: a number of optimiser steps (paper: 500), or "epoch". ``devices`` and ``num_nodes``: a
+    launcher's values take precedence. ``strategy``: "auto" is one process or DDP, "fsdp" is FSDP2.
     """
 
     max_epochs: int = 1
@@ -62,7 +62,7 @@ class TrainerSettings:
         if self.precision not in PRECISIONS:
             raise UserError(
                 f"trainer.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}: weights stay fp32, "
-                "since half-precision masters lose small updates and casting rounds the rotary frequencies"
+                "because half-precision weights lose small updates and casting rounds the rotary frequencies"
             )
         check_choice("trainer.strategy", self.strategy, STRATEGIES)
         if self.validate_every != EPOCH and (isinstance(self.validate_every, str) or self.validate_every < 1):
@@ -72,30 +72,29 @@ class TrainerSettings:
         check_choice("trainer.accelerator", self.accelerator, ACCELERATORS)
         if not re.fullmatch(DEVICES, self.devices):
             raise UserError(
-                f"trainer.devices must be auto, a number of at least 1 or a list as 0,1, got {self.devices!r}"
+                f"trainer.devices must be auto, a number of at least 1 or a list like 0,1, got {self.devices!r}"
             )
         if self.max_steps != -1 and self.max_steps < 1:
             raise UserError(
-                f"trainer.max_steps must be at least 1 optimiser step, or -1 to leave it to trainer.max_epochs, got "
+                f"trainer.max_steps must be at least 1 optimiser step, or -1 to train for trainer.max_epochs, got "
                 f"{self.max_steps}"
             )
         if self.max_epochs < 1 and (self.max_steps < 0 or self.max_epochs != -1):
             raise UserError(
-                "trainer.max_epochs must be at least 1, or -1 to leave the end to trainer.max_steps where that is set, "
-                f"got {self.max_epochs}"
+                f"trainer.max_epochs must be at least 1, or -1 if trainer.max_steps ends the run, got {self.max_epochs}"
             )
         check_at_least("trainer", 0, gradient_clip_val=self.gradient_clip_val)
         for name in ("num_nodes", "log_every_n_steps", "threads"):
             check_at_least("trainer", 1, **{name: getattr(self, name)})
 
     def unread(self) -> dict[str, str]:
-        """Names keys without effect as the others stand: where steps end a run, epochs do not."""
+        """Lists keys without effect under the other settings: ``max_epochs`` if ``max_steps`` ends the run."""
         return {"max_epochs": f"trainer.max_steps={self.max_steps} ends the run"} if self.max_steps > 0 else {}
 
 
 @dataclass(frozen=True)
 class WandbSettings:
-    """Weights & Biases; ``mode`` offline needs no account."""
+    """Settings of Weights & Biases; ``mode`` "offline" needs no account."""
 
     project: str = "attnpo"
     name: str | None = None
@@ -110,19 +109,19 @@ class WandbSettings:
 
 @dataclass(frozen=True)
 class LoggerSettings:
-    """CSV is always written; ``wandb`` adds a W&B run."""
+    """Settings of the loggers: CSV is always written; ``wandb`` adds a W&B run."""
 
     wandb: WandbSettings | None = None
 
 
 @dataclass(frozen=True)
 class CallbackSettings:
-    """Parts that are kept of a run.
+    """Settings of a run's checkpoints, samples and report.
 
-    ``checkpoints``: ``best/`` (by ``monitor``; ``mode`` min or max, None where it follows) and ``last/``, resumable
-    Hugging Face folders; ``last/`` also every ``save_every`` steps. ``export_dtype``: number format of exported
-    weights; null leaves them. ``extra``: Lightning callbacks by ``_target_`` with arguments. ``samples`` validation
-    prompts are answered by policy and reference.
+    ``checkpoints``: ``best/`` (chosen by ``monitor``, whose ``mode`` is min, max, or None for the metric's own) and
+    ``last/``, resumable Hugging Face folders. ``save_every``: also save ``last/`` every so many steps.
+    ``export_dtype``: dtype of exported weights; null keeps the model's. ``extra``: Lightning callbacks by ``_target_``
+    with arguments. ``samples``: number of validation prompts that policy and reference answer.
     """
 
     checkpoints: bool = True
@@ -147,28 +146,28 @@ class CallbackSettings:
             check_choice("callbacks.export_dtype", self.export_dtype, DTYPES)
 
     def _check_monitor(self) -> None:
-        """Raises UserError for a metric of training, for a missing mode and for one that contradicts the metric."""
-        known = direction(self.monitor)
+        """Raises UserError for a training metric, and for a mode that is missing or contradicts the metric."""
+        known = monitor_mode(self.monitor)
         if not self.monitor.startswith("val/"):
             raise UserError(
-                f"callbacks.monitor={self.monitor} is no validation metric: expected val/NAME with NAME one of "
+                f"callbacks.monitor={self.monitor} is not a validation metric: expected val/NAME with NAME one of "
                 f"{', '.join(DIRECTIONS)}, or another that validation logs with callbacks.mode=min or max"
             )
         if known is None and self.mode is None:
             raise UserError(
-                f"callbacks.monitor={self.monitor} does not say which value is the best: expected val/NAME with NAME "
-                f"one of {', '.join(DIRECTIONS)}; for another one set callbacks.mode=min or max"
+                f"callbacks.monitor={self.monitor} has no known best direction: expected val/NAME with NAME one of "
+                f"{', '.join(DIRECTIONS)}; for any other metric set callbacks.mode=min or max"
             )
         if known is not None and self.mode not in (None, known):
             raise UserError(
                 f"callbacks.mode={self.mode} would keep the worst checkpoint by callbacks.monitor={self.monitor}, "
-                f"whose best value is the {known}imum: set callbacks.mode=null, which follows from the metric"
+                f"whose best value is the {known}imum: set callbacks.mode=null to use the metric's own direction"
             )
 
     @property
-    def direction(self) -> str:
-        """Returns "min" or "max": which value of ``monitor`` is the best."""
-        return self.mode or direction(self.monitor) or "min"
+    def monitor_mode(self) -> str:
+        """Returns "min" or "max", depending on which value of ``monitor`` is best."""
+        return self.mode or monitor_mode(self.monitor) or "min"
 
 
 def total_steps(settings: TrainerSettings, steps_per_epoch: int) -> int:
@@ -176,8 +175,8 @@ def total_steps(settings: TrainerSettings, steps_per_epoch: int) -> int:
     return settings.max_steps if settings.max_steps >= 0 else settings.max_epochs * steps_per_epoch
 
 
-def check_tracker(settings: LoggerSettings) -> None:
-    """Raises UserError when a W&B run is asked for without the package wandb. Call it before the long work."""
+def check_wandb(settings: LoggerSettings) -> None:
+    """Raises UserError if W&B is requested and the package wandb is missing. Call it before any long work."""
     if settings.wandb is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Signals that end a run: noted while it trains, obeyed between two optimiser steps, reported as ``Interrupted``."""
+"""Handling of signals that end a run: recorded during training, obeyed between optimiser steps, then raised."""
 
 import logging
 import signal
@@ -13,17 +13,17 @@ import lightning as L
 import torch
 
 from attnpo.cli.terminal import REPEAT, SIGNALS
-from attnpo.training.checkpoint_folders import whole
-from attnpo.training.interrupted import Interrupted
+from attnpo.training.checkpoint_folders import complete_folder
+from attnpo.training.interrupted import RunInterrupted
 
 log = logging.getLogger(__name__)
 
 
-class Interruption(L.Callback):
-    """Ends training after the optimiser step in which SIGINT, SIGTERM or SIGUSR1 came, on all ranks alike.
+class SignalHandler(L.Callback):
+    """Ends training on all ranks after the optimiser step in which SIGINT, SIGTERM or SIGUSR1 arrived.
 
-    A validation that is due or running is finished first. The same signal ``REPEAT`` seconds later does what it did
-    before training. ``signum``: the signal that ended training.
+    A validation that is due or running is finished first. The same signal again, ``REPEAT`` seconds later or more,
+    triggers the handler from before training. ``signum``: the signal that ended training.
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,17 @@ class Interruption(L.Callback):
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     # ------------------------------------------------------------------------------------------- handlers
-    def _listen(self, trainer: L.Trainer) -> None:
+    def _install_handlers(self, trainer: L.Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        # Lightning's own for SIGTERM would leave the epoch within an optimiser step, and wait for other ranks in it.
+        # Lightning's SIGTERM handler would leave the epoch within an optimiser step and wait for other ranks there.
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
         for number, handler in self._before.items():
-            if handler is not signal.SIG_IGN:  # as the caller of this process wants it
-                signal.signal(number, self._note)
+            if handler is not signal.SIG_IGN:  # the caller of this process wants the signal ignored
+                signal.signal(number, self._on_signal)
 
-    def _note(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         now = time.monotonic()
         if number in self._heard and now - self._heard[number] >= REPEAT:
             signal.signal(number, self._before.get(number) or signal.SIG_DFL)
@@ -52,17 +52,17 @@ class Interruption(L.Callback):
         self._heard.setdefault(number, now)
         if self._noted is None:
             self._noted = number
-            log.warning("%s: ending after this step; the same again ends at once", signal.Signals(number).name)
+            log.warning("%s: stopping after this step; send it again to stop at once", signal.Signals(number).name)
 
-    def _restore(self) -> None:
+    def _restore_handlers(self) -> None:
         for number, handler in self._before.items():
             if handler is not None:
                 signal.signal(number, handler)
         self._before = {}
 
-    # ------------------------------------------------------------------------------------------- obeying
-    def _any_signal(self, trainer: L.Trainer) -> bool:
-        """Returns whether a signal came on any rank; then ``signum`` is set on every rank."""
+    # ------------------------------------------------------------------------------------------- hooks
+    def _has_signal(self, trainer: L.Trainer) -> bool:
+        """Returns whether a signal arrived on any rank, and sets ``signum`` on every rank if so."""
         number = self._noted or 0
         if trainer.world_size > 1:
             mine = torch.tensor(float(number), device=trainer.strategy.root_device)
@@ -71,15 +71,15 @@ class Interruption(L.Callback):
         return self.signum is not None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leaves training before its first step if a signal came: nothing of it needs saving."""
-        if self._any_signal(trainer):
+        """Leaves training before its first step if a signal arrived; there is nothing to save yet."""
+        if self._has_signal(trainer):
             raise KeyboardInterrupt
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Ends training after an optimiser step if a signal came."""
-        if not step_ended(trainer, batch_idx) or validation_follows(trainer) or not self._any_signal(trainer):
+        """Ends training after an optimiser step if a signal arrived."""
+        if not is_step_end(trainer, batch_idx) or is_validation_next(trainer) or not self._has_signal(trainer):
             return
         trainer.limit_val_batches = 0  # else Lightning would validate before it stops
         trainer.should_stop = True
@@ -93,47 +93,47 @@ class Interruption(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Leaves the validation before training if a signal came: there is nothing to save yet."""
-        if trainer.state.fn == "validate" and self._any_signal(trainer):
+        """Leaves the validation before training if a signal arrived; there is nothing to save yet."""
+        if trainer.state.fn == "validate" and self._has_signal(trainer):
             raise KeyboardInterrupt
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Ends training after this validation if a signal came."""
-        if trainer.state.fn == "fit" and self._any_signal(trainer):
+        """Ends training after this validation if a signal arrived."""
+        if trainer.state.fn == "fit" and self._has_signal(trainer):
             trainer.should_stop = True
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Notes on every rank a signal that came too late for a step: while the last of them was saved."""
-        self._any_signal(trainer)
+        """Sets ``signum`` on every rank for a signal that arrived while the last step was saved."""
+        self._has_signal(trainer)
 
     @contextmanager
     def handle_signals(self, trainer: L.Trainer, total: int, saved: Path | None) -> Iterator[None]:
-        """Opens a context for validating and fitting, in which signals are noted from beginning to end.
+        """Opens a context for validating and fitting that handles signals.
 
-        Raises ``Interrupted`` where one ended them (``saved``: the folder with the state), and KeyboardInterrupt of the
-        handlers from before.
+        ``saved``: folder of the checkpoint. Raises ``RunInterrupted`` if a signal ended the run, and KeyboardInterrupt
+        for a Ctrl-C that the previous handler took.
         """
-        self._listen(trainer)
+        self._install_handlers(trainer)
         try:
             yield
         except SystemExit as end:
-            if not isinstance(end.__context__, KeyboardInterrupt):  # Lightning's way to take Ctrl-C
+            if not isinstance(end.__context__, KeyboardInterrupt):  # how Lightning handles Ctrl-C
                 raise
             if self.signum is None:
                 raise end.__context__ from None
         finally:
-            self._restore()
-        number = self.signum or self._noted  # the latter came after the ranks agreed for the last time
+            self._restore_handlers()
+        number = self.signum or self._noted  # the latter arrived after the ranks' last exchange
         if number is not None:
-            folder = saved if saved is not None and whole(saved).exists() else None
-            raise Interrupted(number, trainer.global_step, total, folder)
+            folder = saved if saved is not None and complete_folder(saved).exists() else None
+            raise RunInterrupted(number, trainer.global_step, total, folder)
 
 
-def step_ended(trainer: L.Trainer, batch_idx: int) -> bool:
-    """Returns whether the micro-batch ``batch_idx`` of the epoch, which has just ended, ended an optimiser step."""
+def is_step_end(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Returns whether micro-batch ``batch_idx`` of the epoch, which just ended, completed an optimiser step."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
 
 
-def validation_follows(trainer: L.Trainer) -> bool:
-    """Returns whether Lightning validates after the micro-batch that just ended (``Validation`` has decided)."""
+def is_validation_next(trainer: L.Trainer) -> bool:
+    """Returns whether Lightning validates after the micro-batch that just ended, as ``ValidationSchedule`` decided."""
     return trainer.enable_validation and (trainer.should_stop or trainer.val_check_batch == 1)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer from the run's settings: checkpoints, validation counted in optimiser steps."""
+"""Lightning's Trainer built from the run's settings: checkpoints, and validation counted in optimiser steps."""
 
 import logging
 import warnings
@@ -18,19 +18,19 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from attnpo.config.reader import import_target
 from attnpo.schema import UserError
-from attnpo.training.callbacks import Movement, ProgressDisplay, Validation
-from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint, StraightIO
+from attnpo.training.callbacks import Movement, ProgressDisplay, ValidationSchedule
+from attnpo.training.checkpoints import BestCheckpoint, HashingCheckpointIO, LastCheckpoint
 from attnpo.training.export import Exporter
-from attnpo.training.resume_state import Continuation
+from attnpo.training.resume_state import ExactResume
 from attnpo.training.settings import CallbackSettings, TrainerSettings
-from attnpo.training.signals import Interruption
+from attnpo.training.signals import SignalHandler
 
-# Lightning's remarks on choices that are deliberate here.
+# Lightning's warnings about deliberate choices.
 HARMLESS = (
     "does not have many workers",  # batches are collated from memory
     "in eval mode at the start of training",  # set to train mode in on_fit_start
     "dataloader is not resumable",  # the data module resumes its sampler
-    "accumulate the metric across devices",  # PairMeans has summed over them already
+    "accumulate the metric across devices",  # PairMeans already sums over them
     "LeafSpec",
 )
 
@@ -42,19 +42,19 @@ def make_callbacks(
     exporter: Exporter,
     account: Mapping[str, object] | None = None,
 ) -> list[Callback]:
-    """Returns callbacks for validation, signals, resume, moved weights, checkpoints, progress, and the extra ones."""
-    callbacks: list[Callback] = [Continuation(), Interruption(), Movement()]
+    """Returns the callbacks of a run: signals, resuming, movement, checkpoints, progress and ``callbacks.extra``."""
+    callbacks: list[Callback] = [ExactResume(), SignalHandler(), Movement()]
     if settings.checkpoints:
-        # last/ first: a best/ that could not be saved after it is saved on resume.
+        # last/ before best/: if saving best/ fails, resuming from last/ saves it.
         callbacks.append(LastCheckpoint(folder / "last", exporter, settings.save_every, account))
-        callbacks.append(BestCheckpoint(folder / "best", exporter, settings.monitor, settings.direction, account))
+        callbacks.append(BestCheckpoint(folder / "best", exporter, settings.monitor, settings.monitor_mode, account))
     if trainer.progress:
         callbacks.append(ProgressDisplay(folder.name))
-    return [*callbacks, *make_extra(settings.extra or {})]
+    return [*callbacks, *make_extra_callbacks(settings.extra or {})]
 
 
-def make_extra(extra: Mapping[str, Mapping[str, object]]) -> list[Callback]:
-    """Makes the callbacks of ``callbacks.extra`` by name; UserError for a class or arguments that cannot be."""
+def make_extra_callbacks(extra: Mapping[str, Mapping[str, object]]) -> list[Callback]:
+    """Creates the callbacks of ``callbacks.extra``. Raises UserError if a class or its arguments are invalid."""
     made = []
     for name, node in extra.items():
         key, given = f"callbacks.extra.{name}", {word: value for word, value in node.items() if word != "_target_"}
@@ -70,48 +70,48 @@ def make_extra(extra: Mapping[str, Mapping[str, object]]) -> list[Callback]:
     return made
 
 
-class FullySharded(ModelParallelStrategy):
-    """FSDP2 over all processes with no tensor parallelism; checkpoints are single files like everyone else's."""
+class FSDP2Strategy(ModelParallelStrategy):
+    """FSDP2 over all processes, without tensor parallelism; checkpoints are single files."""
 
     def __init__(self) -> None:
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
 
     def setup_environment(self) -> None:
-        """Makes the mesh. Lightning's own "auto" would put one data-parallel rank on each node."""
+        """Creates the mesh over all processes; Lightning's "auto" would put one data-parallel rank on each node."""
         self._data_parallel_size = self.world_size
         super().setup_environment()
 
 
-class VisibleGPU(CUDAAccelerator):
-    """One GPU that each process of a node sees (srun --gpus-per-task=1): to each of them it is number 0."""
+class SingleVisibleGPU(CUDAAccelerator):
+    """Accelerator for nodes where each process sees only its own GPU, as number 0 (srun --gpus-per-task=1)."""
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """Returns GPU 0, once for each of ``devices`` processes."""
+        """Returns GPU 0 once for each of ``devices`` processes."""
         return [0] * int(str(devices))
 
 
 def make_accelerator(settings: TrainerSettings) -> str | CUDAAccelerator:
-    """Returns Lightning's accelerator; ``auto`` is a CUDA device or the CPU, as others have not been tried."""
+    """Returns Lightning's accelerator; ``auto`` picks CUDA or the CPU, because others are untested."""
     several = settings.devices.isdigit() and int(settings.devices) > 1
     gpus = torch.cuda.device_count() if settings.accelerator in ("auto", "gpu", "cuda") else 0
     if several and gpus == 1:
-        return VisibleGPU()
+        return SingleVisibleGPU()
     return "cpu" if settings.accelerator == "auto" and gpus == 0 else settings.accelerator
 
 
-class SlurmTasks(SLURMEnvironment):
-    """Tasks of an srun, whichever of its options asked for them; no job is resubmitted."""
+class SrunEnvironment(SLURMEnvironment):
+    """Environment of processes started by srun, with any of its options; jobs are not requeued."""
 
     def __init__(self) -> None:
         super().__init__(auto_requeue=False)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Leaves the comparison to ``training.processes``."""
+        """Skips Lightning's check, because ``training.processes`` has a stricter one."""
 
     @staticmethod
     def _validate_srun_variables() -> None:
-        """Leaves the comparison to ``training.processes``."""
+        """Skips Lightning's check, because ``training.processes`` has a stricter one."""
 
 
 def make_trainer(
@@ -125,36 +125,36 @@ def make_trainer(
 ) -> L.Trainer:
     """Returns the Trainer of a run.
 
-    ``accumulation``: micro-batches per optimiser step on one process; ``environment``: its place in the job.
+    ``accumulation``: micro-batches per optimiser step on one process. ``environment``: tells Lightning its rank.
     """
     return L.Trainer(
         accelerator=make_accelerator(settings),
         devices=int(settings.devices) if settings.devices.isdigit() else settings.devices,
         num_nodes=settings.num_nodes,
-        strategy=FullySharded() if settings.strategy == "fsdp" else settings.strategy,
+        strategy=FSDP2Strategy() if settings.strategy == "fsdp" else settings.strategy,
         precision=settings.precision,  # type: ignore[arg-type]
         max_epochs=settings.max_epochs if settings.max_steps < 0 else -1,
         max_steps=settings.max_steps,
         accumulate_grad_batches=accumulation,
         gradient_clip_val=settings.gradient_clip_val,
-        val_check_interval=1,  # Validation decides
+        val_check_interval=1,  # ValidationSchedule decides
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         log_every_n_steps=settings.log_every_n_steps,
         use_distributed_sampler=False,
-        enable_checkpointing=False,  # CheckpointFolder's are callbacks of their own
+        enable_checkpointing=False,  # BestCheckpoint and LastCheckpoint save instead
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
         logger=loggers,
-        callbacks=[Validation(settings.validate_every), *callbacks],
-        plugins=[StraightIO(), *([] if environment is None else [environment])],
+        callbacks=[ValidationSchedule(settings.validate_every), *callbacks],
+        plugins=[HashingCheckpointIO(), *([] if environment is None else [environment])],
     )
 
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Opens a context without Lightning's banners, tips and notes on choices that are deliberate here."""
+    """Opens a context without Lightning's banners, tips and warnings about deliberate choices."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
     before = [logger.level for logger in loggers]
     with warnings.catch_warnings():

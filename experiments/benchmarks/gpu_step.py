@@ -318,7 +318,7 @@ class Bench:
     def _optimizer(self, method: str, recipe: Optimizer) -> torch.optim.Optimizer:
         if method not in self.optimizers:
             trained = [one for one in self.policy.parameters() if one.requires_grad]
-            self.optimizers[method] = recipe.make(trained)
+            self.optimizers[method] = recipe.build(trained)
         return self.optimizers[method]
 
     def _logps(self, layout: Layout) -> Tensor:

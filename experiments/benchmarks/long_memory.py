@@ -17,7 +17,7 @@ from attnpo.config.compose import compose, parse_subset
 from attnpo.judge.settings import TOKEN_BUDGET, Judge
 from attnpo.models.memory import GIB, MemoryEstimate, estimate_pass
 from attnpo.models.spec import ModelSpec
-from attnpo.run.memory import Planned, chosen, footprint
+from attnpo.run.memory import MemoryConfig, choose_quickest_fit, make_memory_plan
 from experiments.benchmarks.harness import table
 
 LENGTHS = ("8k", "16k")
@@ -41,7 +41,7 @@ HEAD = ("lengths, hardware, method", "GiB on each GPU", "GiB of the judge pass",
 
 
 @dataclass(frozen=True)
-class Recipe(Planned):
+class Recipe(MemoryConfig):
     """Parts of a composed recipe that decide the memory of its training and its judge pass."""
 
     judge: Judge
@@ -55,9 +55,9 @@ def recipe(length: str, hardware: str, method: str) -> Recipe:
 
 def decide(made: Recipe, capacity: int) -> tuple[ModelSpec, MemoryEstimate]:
     """Returns what a recipe's ``auto`` becomes on devices of so many bytes, and the estimate of that."""
-    choices, plan = made.model.memory_choices(), footprint(made)
+    choices, plan = made.model.memory_choices(), make_memory_plan(made)
     estimates = [plan.estimate(SHAPE, choice, plan.least) for choice in choices]
-    place, _ = chosen(estimates, capacity)
+    place, _ = choose_quickest_fit(estimates, capacity)
     return choices[place], estimates[place]
 
 

@@ -21,7 +21,7 @@ from attnpo.lab.studies.faithfulness import ROLLOUT
 from attnpo.lab.studies.outcome import group_by_point, has_truth, rewards_at_kl
 from attnpo.lab.studies.study import BETA, LR, Point
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.run.identity import by_class, component
+from attnpo.run.identity import component_class, flatten_with_classes
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError, digest
 from attnpo.system.files import Json, read_record, safe_filename, write_record
@@ -114,7 +114,7 @@ def with_paths(record: Record) -> dict[str, object]:
     """Returns what decides an arm's numbers, equal whichever version wrote it and whether drift was measured or not."""
     return {
         key: value
-        for key, value in by_class(record).items()
+        for key, value in flatten_with_classes(record).items()
         if not key.startswith("drift.") and not (key in LATER and LATER[key] == value)
     }
 
@@ -137,7 +137,7 @@ def _plain(value: object) -> object:
 
 def is_class(value: object, *classes: type) -> bool:
     """Tells whether an arm's component is one of ``classes``, whichever version wrote its record."""
-    return component(value) in {one.__name__ for one in classes}
+    return component_class(value) in {one.__name__ for one in classes}
 
 
 def gain_at(

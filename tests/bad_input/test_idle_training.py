@@ -37,11 +37,11 @@ def test_a_split_of_weight_0(attempts: Attempts, record: Record, split: str, wei
     """A mean over nothing is 0, the best loss there is, and best/ was chosen by it."""
     files = {"train": NOTHING, "test": SOMETHING} if split == "train" else {"train": SOMETHING, "test": NOTHING}
     message = attempts.fit(*weights, world=weighing(attempts, files)).refused()
-    assert message.startswith(f"{split}: all ") and "pairs have the weight 0" in message
+    assert message.startswith(f"{split}: all ") and "pairs have weight 0" in message
     record(f"weights of 0 in all of {split}", message, "run not started")
 
 
-IDLE, LOST = "training moved no weight", "the model is destroyed: weights 1e+"
+IDLE, LOST = "training changed no weight", "the model is destroyed: its weights grew 1e+"
 
 
 @pytest.mark.parametrize(
@@ -56,19 +56,19 @@ IDLE, LOST = "training moved no weight", "the model is destroyed: weights 1e+"
 def test_a_rate_that_moves_nothing_or_destroys(attempts: Attempts, words: str, given: tuple[str, ...]) -> None:
     """By luck the loss of such a model may be lower than before."""
     answer = attempts.fit("weights=uniform", *given)
-    assert words in answer.noted("came out: ") and words in answer.noted(f"warning: {words}")
+    assert words in answer.noted("result: ") and words in answer.noted(f"warning: {words}")
 
 
 def test_a_likelihood_that_collapsed(attempts: Attempts) -> None:
     answer = attempts.fit("weights=uniform", "optimizer.lr=1")
-    assert "the model is destroyed: log-prob of chosen answers" in answer.noted("came out: ")
+    assert "the model is destroyed: log-prob of chosen answers" in answer.noted("result: ")
 
 
 def test_weights_that_come_with_each_step_and_are_0(attempts: Attempts) -> None:
     """The weight decay moves the weights all the same."""
     given = ("weights=mwpo", "weights.gamma=1e6", "objective=dpo", "callbacks=default")
     answer = attempts.fit(*given, "optimizer.weight_decay=1", "optimizer.lr=1e-3", "callbacks.samples=0")
-    assert "no step had a gradient" in answer.noted("came out: ")
-    assert "is not saved" in answer.noted("every validation pair has the weight 0")
+    assert "no step had a gradient" in answer.noted("result: ")
+    assert "is not saved" in answer.noted("all validation pairs have weight 0")
     (run,) = attempts.folder.glob("out*/run")
     assert {path.name for path in Path(run).iterdir()} & {"best", "last"} == {"last"}

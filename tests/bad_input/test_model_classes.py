@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnpo.run import messages
-from attnpo.run.memory import Footprint
+from attnpo.run.memory import MemoryPlan
 from attnpo.schema import SIDES
 from tests.bad_input.attempts import Attempts
 from tests.models.classes import tiny_folder
@@ -71,13 +71,13 @@ def test_layers_that_differ_and_heads_of_their_own_train(
     monkeypatch.setattr(messages, "_said", set())
     answer = attempts.fit(world=made(kind))
     assert any(line.startswith("memory of training") for line in answer.log), answer
-    assert not any("is not estimated" in line for line in answer.log)
+    assert not any("cannot estimate" in line for line in answer.log)
 
 
 def test_all_layers_of_a_hybrid_are_those_with_attention(made: Made, attempts: Attempts) -> None:
     world = made("qwen3_next")
     answer = attempts.weigh(world=world)
-    answer.noted("judge:", "has attention in 2 of 4 layers: 2, 4")
+    answer.noted("judge:", "2 of 4 layers of ", "have attention: 2, 4")
     answer.noted("judge pass: reading 2 layers")
     again = attempts.fit("weights.layer=1/2", world=world)
     again.noted("weights: 18 of 18 pairs in the store")
@@ -140,9 +140,9 @@ def test_an_estimate_that_fails_is_a_warning(attempts: Attempts, monkeypatch: py
     def broken(*given: object, **named: object) -> None:
         raise TypeError("int() argument must be a string or a real number, not 'list'")
 
-    monkeypatch.setattr(Footprint, "estimate", broken)
+    monkeypatch.setattr(MemoryPlan, "estimate", broken)
     answer = attempts.fit()
-    line = answer.noted("memory is not estimated: ", "not 'list'")
+    line = answer.noted("cannot estimate memory ", "not 'list'")
     assert str(attempts.world.model) in line
 
 

@@ -9,7 +9,7 @@ import pytest
 from attnpo.config.compose import compose
 from attnpo.display.output import read_tables
 from attnpo.evaluation.jsonl_store import ReplyStore, read_account
-from attnpo.run.folders import saved_config
+from attnpo.run.folders import load_saved_config
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
 from attnpo.system.files import read_checksums, read_record
@@ -75,7 +75,7 @@ def test_a_configuration_that_cannot_be_held(case: str, tmp_path: Path) -> None:
         compose("fit", ["weights=own"], tmp_path)
     file.rename(file.with_name("config.yaml"))
     with pytest.raises(UserError, match=f"config.yaml: .*{said}"):
-        saved_config(file.parent, "run=RUN")
+        load_saved_config(file.parent, "run=RUN")
 
 
 def test_aliases_within_bounds_are_read(tmp_path: Path) -> None:

@@ -48,15 +48,15 @@ KEYS = {
     "model.dtype=int8": ("unknown dtype 'int8'; one of float64, float32, bfloat16, float16",),
     "model.gradient_checkpointing=maybe": ("model.gradient_checkpointing must be true, false or auto, got 'maybe'",),
     "model.logps_chunk=many": ("model.logps_chunk must be at least 1 token, or auto, got 'many'",),
-    "resume=nowhere": ("resume=nowhere: no checkpoint at",),
+    "resume=nowhere": ("resume=nowhere: there is no checkpoint at",),
     "optimizer.lr=0": ("optimizer.lr must be above 0",),
     "optimizer.lr=inf": ("optimizer.lr: expected a finite number", "got inf"),
     "optimizer.lr=nan": ("optimizer.lr: expected a finite number", "got nan"),
-    "optimizer.betas=[1.0,.99]": ("optimizer.betas must be two numbers from 0 up to, but below, 1; got [1.0, 0.99]",),
+    "optimizer.betas=[1.0,.99]": ("optimizer.betas must be two numbers in [0, 1), got [1.0, 0.99]",),
     "optimizer.weight_decay=-1": ("optimizer.weight_decay must be at least 0, got -1.0",),
     "trainer.threads=0": ("trainer.threads must be at least 1, got 0",),
     "trainer.accelerator=tpu": ("trainer.accelerator must be one of auto, cpu, gpu, cuda, mps, got 'tpu'",),
-    "trainer.devices=0": ("trainer.devices must be auto, a number of at least 1 or a list as 0,1, got '0'",),
+    "trainer.devices=0": ("trainer.devices must be auto, a number of at least 1 or a list like 0,1, got '0'",),
     "trainer.max_steps=0": ("trainer.max_steps must be at least 1 optimiser step, or -1", "got 0"),
     "trainer.max_epochs=0": ("trainer.max_epochs must be at least 1, or -1", "got 0"),
     "trainer.log_every_n_steps=0": ("trainer.log_every_n_steps must be at least 1, got 0",),
@@ -66,10 +66,10 @@ KEYS = {
     "seed=10000000000000000000000": ("seed: expected a whole number of at most 64 bits",),
     "data.train_rows='200%'": ('data.train_rows="200%" is not a row selection', "a percentage up to 100%"),
     "data.subset=part": ("data.subset=part applies to datasets on the hub, but data.path=", "data.subset=null"),
-    "store=''": ("store: expected the path of a folder in printable characters, got ''",),
-    "output=''": ("output: expected the path of a folder in printable characters, got ''",),
-    "name='a\nb'": (r"name: expected printable characters alone, got 'a\nb'",),
-    "name='a\x1b[2Jb'": (r"name: expected printable characters alone, got 'a\x1b[2Jb'",),
+    "store=''": ("store: expected the path of a folder with only printable characters, got ''",),
+    "output=''": ("output: expected the path of a folder with only printable characters, got ''",),
+    "name='a\nb'": (r"name: expected only printable characters, got 'a\nb'",),
+    "name='a\x1b[2Jb'": (r"name: expected only printable characters, got 'a\x1b[2Jb'",),
 }
 
 
@@ -83,10 +83,10 @@ def test_a_setting_that_cannot_be_is_named(attempts: Attempts, record: Record, o
 
 
 FORMATS = {
-    "model.dtype=bfloat16": "model.dtype=bfloat16 trains all weights in that format, which loses the small updates",
-    "model.dtype=float16": "model.dtype=float16 trains all weights in that format, which loses the small updates",
-    "model.dtype=float16 optimizer=adamw8bit optimizer.stochastic_rounding=true": "the trained ones are float16: set",
-    "optimizer=adamw8bit optimizer.stochastic_rounding=true": "the trained ones are float32: set model.dtype=bfloat16",
+    "model.dtype=bfloat16": "model.dtype=bfloat16 would lose the small updates",
+    "model.dtype=float16": "model.dtype=float16 would lose the small updates",
+    "model.dtype=float16 optimizer=adamw8bit optimizer.stochastic_rounding=true": "but they are float16: set",
+    "optimizer=adamw8bit optimizer.stochastic_rounding=true": "but they are float32: set model.dtype=bfloat16",
     "model=lora model.dtype=bfloat16 optimizer=adamw8bit optimizer.stochastic_rounding=true": "(without model.lora)",
 }
 
@@ -119,8 +119,8 @@ def test_judge_prompts_are_cut_to_the_positions_that_the_judge_has(attempts: Att
     both = attempts.saying(chosen="good " * 300, rejected="bad " * 300)
     answer = attempts.weigh("judge.max_length=4096", world=both)
     assert answer.status == 0
-    told = answer.noted("judge.max_length=4096: prompts are cut to the 512 positions that the judge has")
-    answer.noted("judge prompts cut at judge.max_length: 2 of 36")
+    told = answer.noted("judge.max_length=4096: prompts are cut to 512 tokens, the judge")
+    answer.noted("2 of 36 judge prompts were cut at judge.max_length")
     record("judge.max_length beyond the judge's positions", told, "the prompts' ends, counted")
 
 
@@ -143,10 +143,10 @@ def test_a_path_that_is_too_long_is_one_line(attempts: Attempts, record: Record,
 def test_a_monitor_that_is_never_logged(attempts: Attempts, record: Record) -> None:
     """Known before anything is loaded where its direction is asked for, else from the validation before training."""
     message = attempts.fit("callbacks=default", "callbacks.monitor=val/los").refused()
-    assert "callbacks.monitor=val/los does not say which value is the best" in message and "margins" in message
+    assert "callbacks.monitor=val/los has no known best direction" in message and "margins" in message
     record("callbacks.monitor=val/los", message, NOT_STARTED)
     message = attempts.fit("callbacks=default", "callbacks.monitor=val/los", "callbacks.mode=min").refused()
-    assert message.startswith("callbacks.monitor=val/los is not a logged metric; there are: ")
+    assert message.startswith("callbacks.monitor=val/los is not a logged metric; choose one of: ")
     assert "val/loss" in message and "val/rewards/margins" in message
     record("callbacks.monitor=val/los callbacks.mode=min", message, "the validation before training")
 

@@ -33,8 +33,8 @@ def test_weights_of_an_objective_that_reads_none(attempts: Attempts, record: Rec
     overrides = [f"weights={source}", "objective=dpo", NO_DATA_READ, "prepare=testbed"]
     answer = attempts.fit(*overrides, world=world)
     message = answer.refused()
-    assert message.startswith("objective DPO reads no token weights, so those of ") and answer.log == []
-    assert "set weights=uniform, or an objective that reads weights (objective=twdpo)" in message
+    assert message.startswith("objective DPO uses no token weights, so computing those of ") and answer.log == []
+    assert "set weights=uniform, or an objective with token weights (objective=twdpo)" in message
     record(f"weights={source} objective=dpo", message, NOT_STARTED)
 
 
@@ -47,15 +47,15 @@ ASKED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("weights.layers=[1,3]", NO_DATA_READ): ("weights.layers: expected a whole number from 1 to 2",),
     ("weights.layers=[1,auto]", NO_DATA_READ): ("got 'auto'; auto is for weights.layer of a run alone",),
     ("weights.layer=auto", "weights.layers=[1,2]", NO_DATA_READ): (
-        "weights.layer=auto finds one layer, and weights.layers=[1, 2] names those to read: leave one of them out",
+        "weights.layer=auto searches for one layer, but weights.layers=[1, 2] names the layers to read",
     ),
     ("weights.heads=[3]",): ("weights.heads: expected query heads from 1 to 2 of this judge, got 3 in [3]",),
     ("weights.heads=[0]", NO_DATA_READ): ("weights.heads: expected query heads counted from 1, each once", "got [0]"),
     ("weights.heads=[1,1]", NO_DATA_READ): ("weights.heads: expected query heads counted from 1, each once",),
-    ("judge=other", NO_DATA_READ): ("judge=other reads another model", "set other_judge.path=FOLDER_OR_HUB_NAME"),
+    ("judge=other", NO_DATA_READ): ("judge=other uses another model", "set other_judge.path=FOLDER_OR_HUB_NAME"),
     ("judge.path=FOREIGN", NO_DATA_READ): (
-        "has another vocabulary than ",
-        "token ids cannot be matched; set align.method=characters (and objective.length_from=train)",
+        "has a different vocabulary from ",
+        "so token ids cannot be matched: set align.method=characters (and objective.length_from=train)",
     ),
     ("weights=verbalized", "verbalizer.template_file=nope.txt", NO_DATA_READ): (
         "verbalizer.template_file=nope.txt: no such file",

@@ -22,13 +22,13 @@ from attnpo.lab.studies.plan import TimeEstimate
 from attnpo.lab.studies.shared_inputs import SharedInputs
 from attnpo.lab.studies.study import ONLY, Arm, Point, Study
 from attnpo.lab.studies.workers import WorkerSettings, run_point
-from attnpo.run.identity import identity_of, saved_numbers
+from attnpo.run.identity import load_saved_numbers, make_identity
 from attnpo.run.result import RunResult
 from attnpo.run.resume import RESULT
 from attnpo.schema import UserError
 from attnpo.system import files
 from attnpo.system.files import file_digest
-from attnpo.training.checkpoint_folders import STATE, read_account
+from attnpo.training.checkpoint_folders import STATE, read_checkpoint_info
 from attnpo.training.checkpoints import CheckpointFolder, LastCheckpoint
 from attnpo.training.metrics_file import read_metrics
 from tests.corruption.damages import DAMAGES, PARSED, SEALED, empty, flip_bit, garbage
@@ -98,7 +98,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     assert fit.main(made.config(made.unbroken)) == 0
     with killed(STOPPED):
         fit.main(made.config(made.stopped))
-    steps = {name: read_account(made.stopped / name)["step"] for name in ("best", "last")}
+    steps = {name: read_checkpoint_info(made.stopped / name)["step"] for name in ("best", "last")}
     assert steps == {"best": 2, "last": STOPPED}
     made.end.update(end_of(made.unbroken))
     assert made.end["result"]["steps"] == STEPS
@@ -114,7 +114,9 @@ def end_of(folder: Path) -> dict[str, Any]:
         "result": result,
         "rows": [without_speed(row) for row in read_metrics(folder / "metrics.csv")],
         "policies": [(folder / name / "model.safetensors").read_bytes() for name in ("best", "last")],
-        "settings": saved_numbers(folder / "config.yaml", identity_of(load("fit", ["experiment=none"])).moveless),
+        "settings": load_saved_numbers(
+            folder / "config.yaml", make_identity(load("fit", ["experiment=none"])).moveless
+        ),
     }
 
 
@@ -189,7 +191,7 @@ def test_a_damaged_run_is_not_gone_on_with_as_another(runs: Runs, tmp_path: Path
         return
     assert str((folder / file).parent) in refusal and Path(file).name in refusal
     way = folder / "best" if file.startswith("last/") else None
-    assert way is None or f"go on from resume={way}" in refusal
+    assert way is None or f"continue with resume={way}" in refusal
     assert not (folder / RESULT).exists()
 
 
@@ -226,7 +228,7 @@ def test_a_point_of_a_study_mends_itself(
     _, error = run_point(given, folder, None, None, None)
     assert error is None
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    way = "the point is run anew" if worse in ("both", "best/checkpoint.json") else f"going on from {folder / 'best'}"
+    way = "the point starts over" if worse in ("both", "best/checkpoint.json") else f"resuming from {folder / 'best'}"
     assert way in line and "\n" not in line
     assert end_of(folder) == runs.end
 
@@ -289,7 +291,7 @@ def test_a_damaged_result_is_made_again(
     folder = copied(runs.unbroken, tmp_path / "run")
     DAMAGES[name](folder / file)
     assert answer(lambda: fit.main(runs.config(folder))) is None
-    (line,) = [text for text in caplog.messages if "not finished" in text]
+    (line,) = [text for text in caplog.messages if "treated as unfinished" in text]
     assert str(folder) in line and file in line
     assert end_of(folder) == runs.end
 

@@ -19,8 +19,8 @@ from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.testbed import pairs, prepare
 from attnpo.lab.testbed.prepare import REPORT
 from attnpo.run.combinations import CHOICE
-from attnpo.run.models import reference_table, with_reference
-from attnpo.run.resolve import settle
+from attnpo.run.models import add_reference_logps, reference_table
+from attnpo.run.resolve import resolve_paths
 from attnpo.system.files import SEAL
 from attnpo.system.store import Store
 from attnpo.weigh import main
@@ -69,7 +69,7 @@ def builders(world: World) -> Iterator[None]:
 
 def prepared(store: Path) -> tuple[Path, Path]:
     """The folders of model and data that a run with this store stands on, as the run settles them."""
-    cfg = settle(setting().with_value("store", str(store)))[0]
+    cfg = resolve_paths(setting().with_value("store", str(store)))[0]
     return Path(cfg.model.path), Path(cfg.data.path)
 
 
@@ -261,7 +261,7 @@ def numbers(world: World) -> list[float]:
     found = [float(score) for score in made.inputs.layer_choice["scores"].values()]
     table = reference_table(made.base, made.cfg.lengths)
     for examples in made.inputs.examples.values():
-        for example in with_reference(Path(made.base.store.root), table, examples):
+        for example in add_reference_logps(Path(made.base.store.root), table, examples):
             assert example.reference_logps is not None
             for row in (*example.weights, *example.reference_logps):
                 found += row.tolist()

@@ -10,8 +10,8 @@ import pytest
 
 from attnpo.config.compose import compose, load, parse
 from attnpo.data.base import SET, MixtureSet, PairSource
-from attnpo.run.identity import identity_of
-from attnpo.run.resolve import open_paths
+from attnpo.run.identity import make_identity
+from attnpo.run.resolve import missing_path_keys
 from attnpo.run.run_config import RunConfig
 from attnpo.schema import UserError
 from tests.bad_input.table import PROPERTY
@@ -126,7 +126,7 @@ def test_a_mixture_needs_no_path_and_says_where_a_problem_is(tmp_path: Path) -> 
     reading = parse(compose("fit", ["setting=real_smoke", "model.path=M", mix, "data.val_share=0.2"]))
     assert [path for path in reading.missing if not reading.is_unused(path)] == []
     cfg = reading.as_type(RunConfig)
-    assert open_paths(cfg.model, cfg.data) == []
+    assert missing_path_keys(cfg.model, cfg.data) == []
     wrong = parse(compose("fit", ["setting=real_smoke", "model.path=M", "data.mix={chat: {path: X, wieght: 2}}"]))
     assert any("data.mix.chat.wieght: unknown key" in problem for problem in wrong.problems)
 
@@ -134,6 +134,6 @@ def test_a_mixture_needs_no_path_and_says_where_a_problem_is(tmp_path: Path) -> 
 def test_a_run_is_told_by_what_is_mixed_and_not_by_where_it_lies() -> None:
     def numbers(path: str, weight: int) -> dict[str, object]:
         mix = f"data.mix={{chat: {{path: {path}, weight: {weight}}}, code: {{path: Y, weight: 1}}}}"
-        return identity_of(load("fit", ["setting=real_smoke", "model.path=M", mix])).numbers
+        return make_identity(load("fit", ["setting=real_smoke", "model.path=M", mix])).numbers
 
     assert numbers("here", 2) == numbers("there", 2) != numbers("here", 3)

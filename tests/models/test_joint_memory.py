@@ -103,7 +103,7 @@ def step(name: str) -> Found:
     policy, reference = model(0), model(1)
     freeze(reference)
     module = PreferenceModule(policy, reference, OBJECTIVES[name], Optimizer(lr=1e-3), 1)
-    module.establish(training=True)
+    module.set_modes(training=True)
     batch = pair()
     with Live() as seen:
         loss = module.score(batch)[3].losses.mean()

@@ -412,14 +412,14 @@ def test_shards_give_the_same_reference_gradients_and_merged_state(tiny: Build, 
     """FSDP2; the first forward of all is the reference's, another falls between the policy's and its backward."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from attnpo.training.module import shard
+    from attnpo.training.module import shard_model
 
     found = []
     for sharded in (False, True):
         torch.manual_seed(3)
         policy = ScoredLM(add_lora(halved(tiny("llama")), SPEC))
         if sharded:
-            shard(policy, init_device_mesh("cpu", (1,)))
+            shard_model(policy, init_device_mesh("cpu", (1,)))
         first = AdapterDisabledReference(policy)(*batch()).logps
         policy.train()
         loss = policy(*batch()).logps.sum()

@@ -30,7 +30,7 @@ from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
 from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
-from attnpo.training.pair_values import pair_values, read_tokens
+from attnpo.training.pair_values import pair_values, tokens_per_pair
 from tests.models.classes import SHAPE
 from tests.models.test_prompt_rows import judged, make_chunked
 from tests.models.varlen import Calls, attend_plainly
@@ -328,7 +328,7 @@ def test_a_step_reads_nothing_back_from_the_device(
         monkeypatch.setattr(packed_attention, "find_kernel", lambda device: shape_only)
         monkeypatch.setattr(packed_attention, "HALF", (torch.float32,))
     batch, policy, _, output = module.score(batch)
-    values = {**pair_values(policy, output, batch), "tokens": read_tokens(batch)}
+    values = {**pair_values(policy, output, batch), "tokens": tokens_per_pair(batch)}
     (output.losses * batch.pair_weight).sum().backward()
     assert all(value.device.type == "meta" for value in values.values())
 

@@ -15,7 +15,7 @@ from attnpo.models.scored import ScoredLM
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
-from attnpo.training.pair_values import pair_values, read_tokens
+from attnpo.training.pair_values import pair_values, tokens_per_pair
 from tests.models.test_packed_attention import loss_and_gradients, rows
 from tests.models.varlen import Calls, attend_plainly
 from tests.training.tiny import make_examples
@@ -103,7 +103,7 @@ def test_a_step_does_not_wait_for_the_gpu(tiny: Build, family: str, layout: str)
         torch.cuda.set_sync_debug_mode(mode)
         try:
             batch, policy, _, output = module.score(made.to("cuda"))
-            values = {**pair_values(policy, output, batch), "tokens": read_tokens(batch)}
+            values = {**pair_values(policy, output, batch), "tokens": tokens_per_pair(batch)}
             (output.losses * batch.pair_weight).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")

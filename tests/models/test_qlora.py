@@ -15,7 +15,7 @@ from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec, ModelSpec
 from attnpo.models.trial import select_layout
 from attnpo.schema import UserError
-from attnpo.training.export import shell
+from attnpo.training.export import make_empty_model
 from tests.models.conftest import tiny_model
 from tests.models.test_lora import SPEC, batch, largest, logits, train
 
@@ -111,7 +111,7 @@ def test_layers_that_lie_the_other_way_round_come_out_so(tmp_path: Path) -> None
 
 def test_what_is_exported_says_nothing_of_four_bits(folder: Path, tmp_path: Path) -> None:
     policy = add_lora(load_model(folder, quantize="nf4"), SPEC)
-    shell(policy, torch.float32).save_pretrained(tmp_path / "out", state_dict=merge_state_dict(policy))
+    make_empty_model(policy, torch.float32).save_pretrained(tmp_path / "out", state_dict=merge_state_dict(policy))
     assert getattr(AutoConfig.from_pretrained(tmp_path / "out"), "quantization_config", None) is None
     assert largest(logits(load_model(tmp_path / "out")) - logits(policy)) < 1e-5
 

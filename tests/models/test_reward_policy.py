@@ -100,9 +100,9 @@ REWARD = (
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("objective=dpo", r"objective DPO reads more of the policy than their margin: set objective=cpo"),
-        ("objective.sft_coef=1", r"objective CPO reads more of the policy"),
-        ("weights=attention", r"Attention weighs tokens: set weights=uniform"),
+        ("objective=dpo", r"objective DPO needs more than their margin: set objective=cpo"),
+        ("objective.sft_coef=1", r"objective CPO needs more than their margin"),
+        ("weights=attention", r"Attention gives token weights: set weights=uniform"),
         ("trainer.strategy=fsdp", r"trainer\.strategy=fsdp shards it"),
         ("callbacks.samples=2", r"writes no answers: set callbacks\.samples=0"),
         ("drift.pairs=4", r"writes no answers: set drift\.pairs=0"),

@@ -15,8 +15,8 @@ from attnpo.data.prepared import read_pairs
 from attnpo.judge.layers import resolve_layer
 from attnpo.lab.auto_layer import LayerChoice, best_layer, standard_error
 from attnpo.lab.measures import AutoLayer
-from attnpo.run.combinations import CHOICE, wants_auto
-from attnpo.run.inputs import encode
+from attnpo.run.combinations import CHOICE, needs_layer_search
+from attnpo.run.inputs import encode_splits
 from attnpo.run.resolve import Readers, Resolved, resolve
 from attnpo.run.run import run
 from attnpo.schema import UserError
@@ -37,7 +37,7 @@ class Asked:
     train: EncodedSet
 
     def settle(self) -> tuple[Attention, Mapping[str, Any] | None]:
-        return self.rules.settle(self.source, self.readers, self.train)
+        return self.rules.resolve_layer(self.source, self.readers, self.train)
 
     def record(self) -> Mapping[str, Any]:
         """What is recorded of the layer that is found."""
@@ -51,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     world = build_world(tmp_path_factory.mktemp("world"))
     found = resolve(world.config("weights=attention", "weights.layer=1"))
     pairs = read_pairs(found.cfg.data, found.cfg.weights, found.base.store)
-    return world, found, encode(pairs, found.base, found.cfg.lengths).encoded["train"]
+    return world, found, encode_splits(pairs, found.base, found.cfg.lengths).encoded["train"]
 
 
 def asking(made: Made, store: Path, **changes: Any) -> Asked:
@@ -169,15 +169,15 @@ def test_several_processes_do_not_each_look_for_it(made: Made, tmp_path: Path, m
 def test_a_number_and_weights_without_layers_are_left_alone(made: Made) -> None:
     world, found, train = made
     source = found.cfg.weights
-    settled, record = found.cfg.auto_layer.settle(source, found.readers, train)
+    settled, record = found.cfg.auto_layer.resolve_layer(source, found.readers, train)
     assert settled is source and record is None
-    assert not wants_auto(world.config("weights=uniform").weights)
+    assert not needs_layer_search(world.config("weights=uniform").weights)
 
 
 def test_several_layers_and_auto_contradict_each_other(made: Made) -> None:
     cfg = made[1].cfg.with_value("weights.layer", "auto").with_value("weights.layers", (1, 2))
-    with pytest.raises(UserError, match=r"weights\.layer=auto finds one layer.*\[1, 2\]"):
-        wants_auto(cfg.weights)
+    with pytest.raises(UserError, match=r"weights\.layer=auto searches for one layer.*\[1, 2\]"):
+        needs_layer_search(cfg.weights)
 
 
 def test_of_equal_layers_the_deepest_is_taken() -> None:
@@ -210,7 +210,7 @@ def test_a_run_with_auto_is_the_run_of_the_layer_found(tmp_path: Path) -> None:
     with judge_loads() as loads:
         assert run(cfg, tmp_path / "auto") == result  # finished: nothing is looked for again
     assert not loads
-    with pytest.raises(UserError, match=r"was given its weights\.layer by hand"):
+    with pytest.raises(UserError, match=r"had a fixed weights\.layer"):
         run(cfg, tmp_path / "number")
 
 

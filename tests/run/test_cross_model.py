@@ -16,7 +16,7 @@ from attnpo.lab.testbed.prepare import Testbed
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.run.components import BuiltFolders
-from attnpo.run.resolve import resolve, settle
+from attnpo.run.resolve import resolve, resolve_paths
 from attnpo.schema import UserError
 from tests.run.made import make, make_inputs
 from tests.run.worlds import GRAMMAR, RECIPE, World
@@ -63,13 +63,13 @@ def built(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("built")
 def test_the_testbed_builds_its_second_base_for_the_other_judge(tmp_path: Path) -> None:
     cfg = on_testbed(tmp_path)
-    settled, found = settle(cfg)
+    settled, found = resolve_paths(cfg)
     report = found["second"]
     path = Path(settled.judge.path)
     assert path.is_relative_to(tmp_path / "prepared") and (path / "model.safetensors").is_file()
     assert settled.other_judge.path == settled.judge.path and cfg.judge.path is None
     assert report["seed"] == cfg.seed + cfg.prepare.second.seed_offset and not report["reused"]
-    again, found = settle(cfg)
+    again, found = resolve_paths(cfg)
     assert again.judge.path == settled.judge.path and found["second"]["reused"]
 
 
@@ -80,7 +80,7 @@ def test_nothing_is_built_for_another_judge_that_is_not_asked_for(tmp_path: Path
     cfg = on_testbed(tmp_path, *overrides, "model.path=MODEL", "data.path=PAIRS")
     if not overrides:
         cfg = cfg.with_value("judge.other", False)  # what judge=testbed says
-    settled, report = settle(cfg)
+    settled, report = resolve_paths(cfg)
     assert settled == cfg and report == {"reused": True} and not list(tmp_path.iterdir())
 
 
@@ -89,7 +89,7 @@ def test_another_judge_without_a_path_is_refused_before_anything_is_computed(wor
     with pytest.raises(UserError, match=r"other_judge\.path is null: set other_judge\.path=FOLDER"):
         resolve(world.config("weights=attention", *ANOTHER))
     with pytest.raises(UserError, match=r"prepare\.second is null.* set other_judge\.path"):
-        settle(load("fit", ["setting=testbed", "judge=other", "prepare.second=null", f"store={tmp_path}"]))
+        resolve_paths(load("fit", ["setting=testbed", "judge=other", "prepare.second=null", f"store={tmp_path}"]))
     with pytest.raises(UserError, match="another model than the run's own"):
         build_room(world.config("weights=attention").with_value("judge.other", True))
 

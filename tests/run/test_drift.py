@@ -13,8 +13,8 @@ from attnpo.lab.drift import score_base
 from attnpo.lab.measures import DriftSettings
 from attnpo.models.scored import ScoredLM
 from attnpo.run.models import load_policy
-from attnpo.run.other_pairs import weigh_others
-from attnpo.run.point_cache import forget, remembering
+from attnpo.run.other_pairs import weigh_other_pairs
+from attnpo.run.point_cache import cache_between_runs, clear_caches
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.schema import PreferencePair, RowGroup, TokenStats, UserError
@@ -85,14 +85,14 @@ def test_points_of_a_process_ask_the_base_once(world: World, tmp_path: Path, mon
     monkeypatch.setattr(drift, "score_base", counted)
     overrides = ("callbacks=none", "optimizer.lr=0.01", *DRIFT)
     outside = run(world.config(*overrides), tmp_path / "outside").drift
-    with remembering():
+    with cache_between_runs():
         first = run(world.config(*overrides), tmp_path / "first").drift
         before = len(asked)
         second = run(world.config(*overrides), tmp_path / "second").drift
         assert before > 0 and len(asked) == before, "the base was asked again"
         run(world.config(*overrides, "trainer.precision=bf16-mixed"), tmp_path / "bf16")
         assert len(asked) > before, "numbers of another precision"
-    forget()
+    clear_caches()
     for one in (outside, first, second):
         del one["seconds"]
     assert first == second == outside
@@ -100,7 +100,7 @@ def test_points_of_a_process_ask_the_base_once(world: World, tmp_path: Path, mon
 
 def test_without_a_truth_the_pairs_are_measured(world: World, tmp_path: Path) -> None:
     cfg = world.config(*RUN)
-    assert cfg.unread()["drift.answers"] == "no answers are sampled without a truth"
+    assert cfg.unread()["drift.answers"] == "answers are sampled only with a truth"
     result = run(cfg, tmp_path / "run")
     assert set(result.drift) == {"pairs", "ranking_accuracy", "displacement", "effective_beta", "seconds"}
     assert set(result.drift["ranking_accuracy"]) == {"train", "validation"}
@@ -144,7 +144,7 @@ def test_the_beta_of_a_token_is_what_the_objective_multiplies_it_by(world: World
 
 
 def weighed_again(made: Made, pairs: list[PreferencePair]) -> list[TrainingExample]:
-    return weigh_others(made.inputs.recipe, made.inputs.weighed, made.readers, pairs)
+    return weigh_other_pairs(made.inputs.recipe, made.inputs.weighed, made.readers, pairs)
 
 
 def test_an_answer_the_judge_cannot_be_shown_counts_without_weights(

@@ -72,7 +72,7 @@ def test_the_exported_template_gives_the_ids_of_training(world: World, template:
     export(made, tmp_path / "out")
     ids = chat.prompt_ids(QUESTION)
     assert ids.count(chat.tokenizer.bos_token_id) == 1 and exported_ids(tmp_path / "out") == ids
-    assert ("so the exported chat template writes it" in (tmp_path / "out/README.md").read_text()) == bool(template)
+    assert ("so the exported chat template adds it" in (tmp_path / "out/README.md").read_text()) == bool(template)
     assert made.base.tokenizer.chat_template == chat.chat_template, "the run's own tokenizer stays as it is"
 
 
@@ -94,7 +94,10 @@ def test_options_of_the_template_are_exported_and_told(
     assert chat.render(QUESTION, True) == "/off " + plain.render(QUESTION, True)
     with caplog.at_level(logging.INFO):
         export(made, tmp_path / "out")
-    words = 'template sets what training had: model.chat_template_kwargs={"enable_thinking": false}, model.fold_system='
+    words = (
+        "template applies the settings of training: "
+        'model.chat_template_kwargs={"enable_thinking": false}, model.fold_system='
+    )
     assert words in caplog.text and words in (tmp_path / "out/README.md").read_text()
     assert exported_ids(tmp_path / "out") == chat.prompt_ids(QUESTION)
     answering = load("generate", [f"model.path={tmp_path / 'out'}", "data.path=none.jsonl"]).model
@@ -115,7 +118,7 @@ def test_a_run_says_it_and_generation_begins_with_one_bos(
     chat.write_text(ZEPHYR)
     with caplog.at_level(logging.INFO):
         run(world.config("weights=uniform", f"model.chat_template={chat}", "callbacks.samples=0"), tmp_path / "run")
-    assert caplog.text.count("so the exported chat template writes it") == 1
+    assert caplog.text.count("so the exported chat template adds it") == 1
     best = tmp_path / "run" / "best"
     assert exported_ids(best)[0] == 1 and exported_ids(best).count(1) == 1
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Why?"}) + "\n")
@@ -148,4 +151,4 @@ def test_a_replaced_template_is_told_and_those_by_name_are_exported(
     card, page = (best / "README.md").read_text(), html.unescape((tmp_path / "run" / "report.html").read_text())
     assert [text.count(words) for text in (caplog.text, card, page)] == [int(replaced)] * 3
     origin = "model.chat_template" if replaced else "the tokenizer's own"
-    assert f"that of training, {origin}" in caplog.text
+    assert f"the one used in training, {origin}" in caplog.text

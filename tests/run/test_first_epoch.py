@@ -54,7 +54,7 @@ def test_the_second_epoch_reads_what_the_first_has_stored(
     assert stored(fresh.config(*QUICK)) == 0
     with caplog.at_level(logging.INFO, "attnpo"):
         run(fresh.config(*QUICK, "reference=first_epoch"), tmp_path / "first")
-    assert caplog.text.count("all pairs are stored; the reference is let go") == 1
+    assert caplog.text.count("all pairs are stored, and the reference model is unloaded") == 1
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         wanted = losses(tmp_path / "live", name)
         assert len(wanted) >= 6
@@ -110,7 +110,7 @@ def test_a_run_that_ends_early_keeps_what_it_has_seen(fresh: World, tmp_path: Pa
 
 def test_an_objective_that_needs_the_reference_itself_is_refused(world: World) -> None:
     cfg = world.config("weights=uniform", "objective=tdpo2")
-    with pytest.raises(UserError, match=r"reference=first_epoch keeps one number per token"):
+    with pytest.raises(UserError, match=r"reference=first_epoch only stores log-probs"):
         require_reference("first_epoch", cfg.objective)
 
 
@@ -121,6 +121,6 @@ def test_two_sharded_processes_share_what_each_has_seen(fresh: World, tmp_path: 
     overrides = fresh.overrides(*QUICK, "reference=first_epoch", "batch.micro=1", *more)
     codes, output = in_two_processes(["-m", "attnpo.fit", *overrides], tmp_path, slurm=True)
     assert codes == [0, 0], output[-6000:]
-    assert "all pairs are stored; the reference is let go" in output
+    assert "all pairs are stored, and the reference model is unloaded" in output
     assert losses(tmp_path / "two", "train/loss") == pytest.approx(losses(tmp_path / "one", "train/loss"), rel=2e-5)
     assert stored(fresh.config(*QUICK)) == TRAIN + VAL

@@ -38,7 +38,7 @@ def test_several_processes_share_a_folder_or_ask_for_a_name(tmp_path: Path, monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run_folder(cfg) == launched
     monkeypatch.delenv(STAMP)
-    with pytest.raises(UserError, match="2 processes, which need name=NAME"):
+    with pytest.raises(UserError, match="2 processes: set name=NAME"):
         run_folder(cfg)
     assert run_folder(load("fit", ["experiment=none", "name=x", f"output={tmp_path}"])) == tmp_path / "x"
 

@@ -11,7 +11,7 @@ from attnpo.lab.studies.arms import point_folder
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.shared_inputs import prepare_shared_inputs
 from attnpo.lab.studies.study import Arm, Point
-from attnpo.run.identity import by_class, identity_of
+from attnpo.run.identity import flatten_with_classes, make_identity
 from attnpo.system import source_digest as sources
 from attnpo.system.files import file_digest
 from attnpo.system.source_digest import SHOWING, source_digest
@@ -132,7 +132,7 @@ def test_changed_code_of_the_reference_is_another_basis_for_the_points(
 
 def folder_of(*overrides: str) -> str:
     cfg = load("fit", ["setting=testbed", "experiment=none", *overrides])
-    return point_folder(Path(), Point(Arm("arm", ()), (), 0), identity_of(cfg).result, {}).name
+    return point_folder(Path(), Point(Arm("arm", ()), (), 0), make_identity(cfg).result, {}).name
 
 
 @pytest.mark.parametrize("key", ["judge.template_file", "model.chat_template", "model.fallback_template"])
@@ -154,7 +154,7 @@ def test_a_file_that_happens_to_be_called_as_a_value_is_does_not_count(
     asked = ("weights=attention", "judge.template_file=judge/testbed.txt")
     before = folder_of(*asked)
     cfg = load("fit", ["setting=testbed", "experiment=none", *asked])
-    numbers = identity_of(cfg).numbers
+    numbers = make_identity(cfg).numbers
     words = {value for value in numbers.values() if isinstance(value, str) and "/" not in value}
     assert {"prompt", "validation", "constant", "sdpa"} <= words
     for word in words:
@@ -177,14 +177,14 @@ def test_a_component_from_elsewhere_counts_by_its_source_and_by_files_under_any_
     found = []
     for number in (1, 2):
         places[change].write_text(f"class Mine: scale = {number}\n", encoding="utf-8")
-        found.append(point_folder(Path(), Point(Arm("arm", ()), (), 0), identity_of(cfg).result, {}).name)
+        found.append(point_folder(Path(), Point(Arm("arm", ()), (), 0), make_identity(cfg).result, {}).name)
     assert found[0] != found[1]
 
 
 def test_a_class_counts_by_its_name_which_no_other_component_of_its_group_has() -> None:
     """A class may move to another module: no point, analysis or registered study becomes another by that."""
     moved = {"weights": {"_target_": "attnpo.elsewhere.Attention", "layer": "attnpo.kept"}, "form_target_": "other.Own"}
-    assert by_class(moved) == {
+    assert flatten_with_classes(moved) == {
         "weights._target_": "Attention",
         "weights.layer": "attnpo.kept",
         "form_target_": "other.Own",

@@ -20,7 +20,7 @@ from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.loading import load_tokenizer
 from attnpo.models.spec import ModelSpec
-from attnpo.run.folders import saved_config
+from attnpo.run.folders import load_saved_config
 from attnpo.run.run import run as make_run
 from attnpo.schema import EncodedResponse, UserError
 from attnpo.text.chat import ChatFormat
@@ -105,10 +105,10 @@ def test_what_is_no_run_with_weights_is_refused(world: World, tmp_path: Path) ->
     here = subject(world, tmp_path)
     for run, message in (
         (Path("auto"), r"benchmark\.run: required"),
-        (tmp_path / "gone", "no run lies there"),
-        (tmp_path / "list", "it holds a list"),
-        (tmp_path / "torn", "is no configuration: "),
-        (tmp_path / "other", "is no configuration of this version"),
+        (tmp_path / "gone", "this is not the folder of a run"),
+        (tmp_path / "list", "it contains a list"),
+        (tmp_path / "torn", "is not a valid config: "),
+        (tmp_path / "other", "is not a valid config for this version"),
         (plain, r"its objective leaves no token weights"),
     ):
         with pytest.raises(UserError, match=message):
@@ -168,7 +168,7 @@ def test_what_is_not_given_is_taken_from_the_run_that_trained_the_model(
 
 def load_rows(world: World, folder: Path) -> list[dict[str, Any]]:
     """Reads the rows of the run's validation pairs."""
-    pairs = saved_config(folder, "run").data.load("val").pairs
+    pairs = load_saved_config(folder, "run").data.load("val").pairs
     rows = map(json.loads, (world.data / "train.jsonl").read_text(encoding="utf-8").splitlines())
     chosen = {(str(pair.prompt[0]["content"]), pair.chosen) for pair in pairs}
     return [row for row in rows if (row["prompt"], row["chosen"][-1]["content"]) in chosen]

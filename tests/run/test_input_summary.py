@@ -19,8 +19,8 @@ from attnpo.run import messages
 from attnpo.run.folders import store_root
 from attnpo.run.input_summary import example_statistics, log_inputs, log_plan, require_budgets, require_examples
 from attnpo.run.inputs import Inputs
-from attnpo.run.memory import footprint
-from attnpo.run.messages import announce
+from attnpo.run.memory import make_memory_plan
+from attnpo.run.messages import log_opening_lines
 from attnpo.run.resolve import log_model, resolve
 from attnpo.run.run import run
 from attnpo.run.run_config import RunConfig
@@ -48,7 +48,7 @@ def opening(
 ) -> list[str]:
     """What a command says before anything is loaded."""
     caplog.clear()
-    announce(command, cfg, folder, budget)
+    log_opening_lines(command, cfg, folder, budget)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -59,7 +59,7 @@ def tell(cfg: RunConfig) -> Inputs:
     log_inputs(inputs, example_statistics(inputs))
     for split, examples in inputs.examples.items():
         require_examples(split, examples, planned_processes(cfg.trainer))
-    batch = footprint(cfg).least
+    batch = make_memory_plan(cfg).smallest_batch
     require_budgets(inputs.examples, cfg.layout, batch)
     log_plan(inputs.examples["train"], batch, cfg.trainer, cfg.callbacks, made.base.tokenizer)
     return inputs
@@ -89,7 +89,7 @@ def test_a_study_is_announced_by_what_it_compares(caplog: pytest.LogCaptureFixtu
     cfg = load("fit", ["experiment=layer_sweep", "seeds=2"])
     lines = opening(caplog, "fit", cfg, Path("out"), "as planned")
     assert len(lines) == 6 and lines[0].startswith("fit       study layer_sweep: One layer of judge attention")
-    assert lines[3] == "weights   each arm's own" and "each arm's grid: lr [2.5e-05, 5e-05]" in lines[4]
+    assert lines[3] == "weights   set by each arm" and "each arm's grid: lr [2.5e-05, 5e-05]" in lines[4]
     assert lines[1].startswith("model     built by testbed") and lines[5].startswith("budget    as planned; ")
 
 
@@ -195,7 +195,7 @@ def test_the_shares_that_adapters_and_four_bits_reach_are_told(world: World, cap
     shape = ModelShape.from_model_config(load_config(world.model))
     share = f"{shape.linear / shape.parameters:.0%} of the parameters"
     assert f"model.lora: adapters on 14 linear modules, which hold {share}" in caplog.text
-    assert f"model.quantize: {share}, the blocks' linear modules, are kept in 4 bits" in caplog.text
+    assert f"model.quantize: {share} (the blocks' linear modules) are stored in 4 bits" in caplog.text
 
 
 def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -259,7 +259,7 @@ def test_a_budget_of_tokens_is_told_and_held_against_the_pairs(
     [
         (["weights.layer=3"], "weights.layer: expected a whole number from 1 to 2"),
         (["batch.pairs=5"], "batch.pairs 5 must be a multiple of batch.micro 2 x 1 processes"),
-        (["objective=dpo"], "objective DPO reads no token weights"),
+        (["objective=dpo"], "objective DPO uses no token weights"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_data_is_read(

@@ -22,9 +22,9 @@ from attnpo.fit import main
 from attnpo.run.folders import STAMP
 from attnpo.schema import UserError
 from attnpo.system.machine import inference_device
-from attnpo.training.checkpoint_folders import STATE, read_account
+from attnpo.training.checkpoint_folders import STATE, read_checkpoint_info
 from attnpo.training.metrics_file import read_metrics
-from attnpo.training.processes import as_launched, environment, planned_processes, require_world
+from attnpo.training.processes import apply_launcher, make_cluster_environment, planned_processes, require_world_size
 from attnpo.training.settings import TrainerSettings
 from attnpo.training.trainer import make_trainer, quiet_lightning
 from tests import own_texts
@@ -54,7 +54,7 @@ def place(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None
 
 def trainer_of(settings: TrainerSettings, folder: Path) -> L.Trainer:
     with quiet_lightning():
-        return make_trainer(settings, [], [], folder, 1, environment=environment())
+        return make_trainer(settings, [], [], folder, 1, environment=make_cluster_environment())
 
 
 # ------------------------------------------------------------------------------------------------ who counts
@@ -88,13 +88,13 @@ def test_devices_follow_the_launcher(
 ) -> None:
     """Settings, the log's count and the trainer that is built agree."""
     place(monkeypatch, variables)
-    settings = as_launched(TrainerSettings(accelerator="cpu", **given))
+    settings = apply_launcher(TrainerSettings(accelerator="cpu", **given))
     assert (settings.devices, settings.num_nodes) == (devices, nodes)
     written = [f"trainer.{key}={value}" for key, value in given.items()]
     assert planned_processes(load("fit", ["trainer.accelerator=cpu", *written]).trainer) == total
     trainer = trainer_of(settings, tmp_path)
     assert trainer.world_size == total
-    require_world(trainer.world_size, settings)
+    require_world_size(trainer.world_size, settings)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_devices_follow_the_launcher(
         (of_torchrun(1, 2, 2), ["trainer.devices='0,1,2'"], "torchrun started 2 .* trainer.devices=0,1,2 .* for 3"),
         (of_torchrun(0, 4, 2), ["trainer.num_nodes=4"], "4 processes on 2 nodes, .* trainer.num_nodes=4 ask for"),
         (of_srun(1, 2, 1), ["trainer.devices=4"], r"SLURM .* started 2 .* trainer.devices=4 .* ask for 4"),
-        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, [], "SLURM_NTASKS is 2 and srun has not started this process"),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, [], "SLURM_NTASKS is 2, but srun did not start this process"),
     ],
 )  # fmt: skip
 def test_a_trainer_that_contradicts_the_launcher_is_refused(
@@ -152,7 +152,7 @@ def test_a_rank_without_a_launcher_is_refused(
     given = [*world.overrides("experiment=none", "name=x", f"output={tmp_path / 'file'}"), *given]
     status = run_entry(main, "fit", given, "", "")
     error = capsys.readouterr().err.splitlines()[-1]
-    assert status == 2 and "no launcher stands behind it" in error and why in error, error
+    assert status == 2 and "no launcher started it" in error and why in error, error
     unset = " ".join(f"-u {name}" for name in variables if name not in MEETING)
     assert f"`env {unset}` before the command" in error
 
@@ -160,15 +160,18 @@ def test_a_rank_without_a_launcher_is_refused(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (TrainerSettings(num_nodes=2, accelerator="cpu"), "trainer.num_nodes=2 needs a process on every node"),
-        (TrainerSettings(devices="-1", accelerator="cpu"), "trainer.devices=-1 names GPUs, and none may be used"),
-        (TrainerSettings(devices="0,1", accelerator="cpu"), "trainer.devices=0,1 names GPUs, and none may be used"),
+        (
+            TrainerSettings(num_nodes=2, accelerator="cpu"),
+            "trainer.num_nodes=2 needs a launcher to start the processes on every node",
+        ),
+        (TrainerSettings(devices="-1", accelerator="cpu"), "trainer.devices=-1 names GPUs, but none can be used"),
+        (TrainerSettings(devices="0,1", accelerator="cpu"), "trainer.devices=0,1 names GPUs, but none can be used"),
     ],
 )
 def test_what_no_launcher_stands_behind_is_refused(settings: TrainerSettings, words: str) -> None:
     """Lightning waited for the other node for ever, deaf to SIGTERM."""
     with pytest.raises(UserError) as caught:
-        as_launched(settings)
+        apply_launcher(settings)
     assert str(caught.value).startswith(words)
 
 
@@ -196,9 +199,9 @@ def test_a_command_leaves_the_process_group(world: World, tmp_path: Path) -> Non
 def test_a_trainer_of_another_size_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(TrainerSettings(accelerator="cpu", devices="2"), tmp_path)
     asked = TrainerSettings(accelerator="cpu", num_nodes=3)
-    words = r"this run is of 3 processes and its trainer of 2: trainer.devices=auto and trainer.num_nodes=3"
+    words = r"trainer.devices=auto and trainer.num_nodes=3 ask for 3 processes, but Lightning's trainer has 2"
     with pytest.raises(UserError, match=words):
-        require_world(trainer.world_size, asked)
+        require_world_size(trainer.world_size, asked)
 
 
 # ------------------------------------------------------------------------------------------------ GPUs
@@ -209,7 +212,7 @@ def test_tasks_that_see_one_gpu_each_are_one_group(monkeypatch: pytest.MonkeyPat
     place(monkeypatch, of_srun(1, 2, 1))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    settings = as_launched(TrainerSettings())
+    settings = apply_launcher(TrainerSettings())
     trainer = trainer_of(settings, tmp_path)
     assert (trainer.world_size, trainer.local_rank, trainer.strategy.root_device) == (2, 1, torch.device("cuda", 0))
     assert inference_device(load("fit", ["trainer.accelerator=auto"]).trainer.accelerator) == torch.device("cuda", 0)
@@ -223,10 +226,10 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     place(monkeypatch, of_torchrun(0, 2, 2))
     with pytest.raises(
-        UserError, match=r"torchrun started 2 processes on this node, and 1 GPU is visible: .*accelerator"
+        UserError, match=r"torchrun started 2 processes on this node, but 1 GPU is visible: .*accelerator"
     ):
-        as_launched(TrainerSettings())
-    assert as_launched(TrainerSettings(accelerator="cpu")).devices == "2"
+        apply_launcher(TrainerSettings())
+    assert apply_launcher(TrainerSettings(accelerator="cpu")).devices == "2"
 
 
 # ------------------------------------------------------------------------------------------------ real processes
@@ -354,7 +357,7 @@ def test_torchrun_weighs_trains_is_stopped_and_one_process_goes_on(
         output.seek(0)
         said = output.read()
     assert "steps: 4 pairs each = 2 per forward x 1 accumulated x 2 processes; " in said, said[-4000:]
-    reached = int(read_account(two / "last")["step"])
+    reached = int(read_checkpoint_info(two / "last")["step"])
     assert 1 <= reached < STEPS, "stopped on its way"
     assert f"stopped by SIGTERM at step {reached} of {STEPS}, saved {two / 'last'}" in said, said[-4000:]
     state = torch.load(two / "last" / STATE, weights_only=True)

@@ -23,16 +23,16 @@ from attnpo.models.memory import FREE_SHARE, MOST, ROUND, MemoryEstimate
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
 from attnpo.run import memory, messages, training
-from attnpo.run.identity import identity_of
+from attnpo.run.identity import make_identity
 from attnpo.run.memory import (
     KEYS,
-    Footprint,
-    alternatives,
-    decision,
+    MemoryPlan,
+    describe_decision,
+    estimate_hardware_options,
     fit_memory,
-    footprint,
-    log_judge,
-    log_training,
+    log_judge_memory,
+    log_training_memory,
+    make_memory_plan,
 )
 from attnpo.run.models import load_policy
 from attnpo.run.resolve import BaseModel, resolve
@@ -41,7 +41,7 @@ from attnpo.run.run_config import RunConfig
 from attnpo.schema import PreferenceBatch, UserError
 from attnpo.training import gather
 from attnpo.training.checkpoint_folders import STATE
-from attnpo.training.gather import SameEverywhere
+from attnpo.training.gather import RankConsistencyCheck
 from attnpo.training.module import PreferenceModule
 from tests.run.worlds import World
 
@@ -50,10 +50,10 @@ AUTO = tuple(f"model.{key}=auto" for key in KEYS)
 ORDER = [(False, 1024), (False, 256), (True, 1024), (True, 256)]
 
 
-def planned(cfg: RunConfig) -> Footprint:
+def planned(cfg: RunConfig) -> MemoryPlan:
     """What a run's memory is estimated by: that of its configuration with the model as it is described."""
     cfg, base, *_ = resolve(cfg)
-    return replace(footprint(cfg), model=base.spec)
+    return replace(make_memory_plan(cfg), model=base.spec)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def cfg(world: World) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def plan(cfg: RunConfig) -> Footprint:
+def plan(cfg: RunConfig) -> MemoryPlan:
     return planned(cfg)
 
 
@@ -75,15 +75,15 @@ def made(model: ModelSpec) -> tuple[object, object]:
     return model.gradient_checkpointing, model.logps_chunk
 
 
-def estimated(plan: Footprint) -> MemoryEstimate:
+def estimated(plan: MemoryPlan) -> MemoryEstimate:
     """What a plan needs with its own model, and a batch that is the least it may be."""
-    return plan.estimate(load_config(plan.model.path), plan.model, plan.least)
+    return plan.estimate(load_config(plan.model.path), plan.model, plan.smallest_batch)
 
 
 def estimates(cfg: RunConfig) -> list[MemoryEstimate]:
     """Those of the choices in their order, each computed from the configuration that sets the choice by hand."""
     choices = (replace(cfg.model, gradient_checkpointing=again, logps_chunk=chunk) for again, chunk in ORDER)
-    return [estimated(footprint(replace(cfg, model=model))) for model in choices]
+    return [estimated(make_memory_plan(replace(cfg, model=model))) for model in choices]
 
 
 # ------------------------------------------------------------------------------------------------ other hardware
@@ -93,7 +93,7 @@ ALONE = ("hardware=1x141gb", "hardware=1x24gb", "hardware=1x80gb")
 
 def others_of(cfg: RunConfig, config: PretrainedConfig) -> dict[str, MemoryEstimate]:
     """The estimates of the same command under every option of hardware, by option."""
-    return dict(alternatives(config, cfg.composed.overrides, cfg.composed.config_dir))
+    return dict(estimate_hardware_options(config, cfg.composed.overrides, cfg.composed.config_dir))
 
 
 def test_the_estimates_of_other_hardware_are_those_of_the_same_command_there(world: World) -> None:
@@ -103,7 +103,7 @@ def test_the_estimates_of_other_hardware_are_those_of_the_same_command_there(wor
         others = others_of(world.config("weights=uniform", *given), config)
         assert tuple(others) == ALONE
         for option in ALONE[:2]:
-            assert others[option] == estimated(footprint(world.config("weights=uniform", option)))
+            assert others[option] == estimated(make_memory_plan(world.config("weights=uniform", option)))
         # The third takes 8-bit moments, whose package need not be there for the estimate.
         assert others[ALONE[2]].total < others[ALONE[0]].total
 
@@ -114,10 +114,10 @@ def test_hardware_that_would_hold_the_run_is_named_where_this_does_not(
     cfg = world.config("weights=uniform")
     plan = planned(cfg)
     totals = {option: estimate.total for option, estimate in others_of(cfg, load_config(str(world.model))).items()}
-    room = sorted({*totals.values(), estimated(footprint(cfg)).total})[1] * 1.1  # the two least fit
+    room = sorted({*totals.values(), estimated(make_memory_plan(cfg)).total})[1] * 1.1  # the two least fit
     monkeypatch.setattr(memory, "device_memory", lambda device: int(room))
     caplog.set_level(logging.INFO)
-    log_training(plan, plan.model, plan.least, cfg.composed.overrides, cfg.composed.config_dir)
+    log_training_memory(plan, plan.model, plan.smallest_batch, cfg.composed.overrides, cfg.composed.config_dir)
     fitting = [option for option, total in totals.items() if total * 1.06 < room]
     assert len(fitting) == 2
     assert any("does not fit" in line and f"these would: {', '.join(fitting)}" in line for line in caplog.messages)
@@ -151,7 +151,7 @@ def test_the_choices_are_those_of_the_keys_that_are_auto() -> None:
 def test_the_quickest_that_fits_is_taken_and_said_once(
     place: int,
     cfg: RunConfig,
-    plan: Footprint,
+    plan: MemoryPlan,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -160,49 +160,51 @@ def test_the_quickest_that_fits_is_taken_and_said_once(
         MemoryEstimate("training", (replace(one.rows[0], size=(4 - i) << 20),)) for i, one in enumerate(estimates(cfg))
     ]
     by_choice = dict(zip(ORDER, found, strict=True))
-    monkeypatch.setattr(Footprint, "estimate", lambda plan, config, model, batch: by_choice[made(model)])
+    monkeypatch.setattr(MemoryPlan, "estimate", lambda plan, config, model, batch: by_choice[made(model)])
     capacity = int(found[place].total / (1 - FREE_SHARE)) + 1
     monkeypatch.setattr(memory, "device_memory", lambda device: capacity)
     caplog.set_level(logging.INFO)
     for _ in range(2):
         assert made(fit_memory(plan)[0]) == ORDER[place]
     lines = [line for line in caplog.messages if "auto" in line or "estimated" in line]
-    assert len(lines) == 5 and "the quickest that fits the device's 0.0 GiB" in lines[0]
+    assert len(lines) == 5 and "the fastest that fits the device's 0.0 GiB" in lines[0]
     assert lines[0].startswith("model.gradient_checkpointing=auto and model.logps_chunk=auto: activations ")
     assert [line.split()[0] for line in lines[1:]] == ["4.00", "3.00", "2.00", "1.00"]
 
 
 def test_the_estimates_are_those_of_the_choices_and_fall_where_memory_is_what_differs(
-    cfg: RunConfig, plan: Footprint
+    cfg: RunConfig, plan: MemoryPlan
 ) -> None:
     totals = [one.total for one in estimates(cfg)]
     config = load_config(plan.model.path)
-    assert totals == [plan.estimate(config, choice, plan.least).total for choice in plan.model.memory_choices()]
+    assert totals == [
+        plan.estimate(config, choice, plan.smallest_batch).total for choice in plan.model.memory_choices()
+    ]
     assert totals[0] > totals[2] and min(totals) == totals[-1]
-    assert estimated(footprint(cfg)).total == totals[-1], "of a configuration that is undecided"
+    assert estimated(make_memory_plan(cfg)).total == totals[-1], "of a configuration that is undecided"
 
 
 def test_least_is_taken_where_none_fits_or_memory_is_not_known(
-    plan: Footprint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plan: MemoryPlan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     assert made(fit_memory(plan)[0]) == ORDER[-1]
-    assert "of least memory: there is no GPU whose memory could be read" in caplog.text
+    assert "the one that needs least memory, because no GPU memory could be read" in caplog.text
     monkeypatch.setattr(memory, "device_memory", lambda device: 1)
     assert made(fit_memory(plan)[0]) == ORDER[-1]
-    assert "of least memory: none fits" in caplog.text
+    assert "the one that needs least memory, but it exceeds" in caplog.text
 
     def broken(*given: object, **named: object) -> None:
         raise TypeError("a list")
 
-    monkeypatch.setattr(Footprint, "estimate", broken)
+    monkeypatch.setattr(MemoryPlan, "estimate", broken)
     assert made(fit_memory(plan)[0]) == ORDER[-1]
-    assert "of least memory: there is no estimate" in caplog.text
+    assert "the one that needs least memory, because there is no estimate" in caplog.text
 
 
 def test_what_is_set_stays_and_nothing_is_said(world: World, caplog: pytest.LogCaptureFixture) -> None:
     cfg, base, *_ = resolve(world.config("weights=uniform", "model.logps_chunk=64"))
-    plan = replace(footprint(cfg), model=base.spec)
+    plan = replace(make_memory_plan(cfg), model=base.spec)
     caplog.clear()
     caplog.set_level(logging.INFO)
     spec, batch = fit_memory(plan)
@@ -211,11 +213,11 @@ def test_what_is_set_stays_and_nothing_is_said(world: World, caplog: pytest.LogC
 
 
 def test_the_estimate_of_the_log_is_that_of_the_choice(
-    cfg: RunConfig, plan: Footprint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cfg: RunConfig, plan: MemoryPlan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(memory, "device_memory", lambda device: 1 << 40)
     caplog.set_level(logging.INFO)
-    log_training(plan, *fit_memory(plan), cfg.composed.overrides, cfg.composed.config_dir)
+    log_training_memory(plan, *fit_memory(plan), cfg.composed.overrides, cfg.composed.config_dir)
     total = f"{estimates(cfg)[0].total / (1 << 20):8.2f}  at its peak"
     assert any(total in line for line in caplog.messages)
 
@@ -238,7 +240,7 @@ def test_a_run_with_auto_trains_what_was_chosen_and_keeps_auto(
     assert choice == ORDER[-1] and policy.chunk == 256 and policy.model.is_activation_checkpointing
     saved = (tmp_path / "auto" / "config.yaml").read_text(encoding="utf-8")
     assert "gradient_checkpointing: auto" in saved and "logps_chunk: auto" in saved
-    plain, auto = (identity_of(world.config(*words, *more)).numbers for more in ((), AUTO))
+    plain, auto = (make_identity(world.config(*words, *more)).numbers for more in ((), AUTO))
     assert {key for key in plain if plain[key] != auto[key]} == {"model.gradient_checkpointing"}
 
 
@@ -251,25 +253,25 @@ def test_the_smallest_gpu_of_a_node_decides(world: World, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: SimpleNamespace(total_memory=sizes[place]))
     alone, several = world.config(), world.config("trainer.devices=3")
-    assert (footprint(alone).capacity(), footprint(several).capacity()) == (80, 40)
+    assert (make_memory_plan(alone).device_memory(), make_memory_plan(several).device_memory()) == (80, 40)
 
 
 def test_processes_that_decide_otherwise_are_refused(
-    cfg: RunConfig, plan: Footprint, monkeypatch: pytest.MonkeyPatch
+    cfg: RunConfig, plan: MemoryPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choices = plan.model.memory_choices()
-    callback = SameEverywhere(*decision(cfg.model, choices[0]))
+    callback = RankConsistencyCheck(*describe_decision(cfg.model, choices[0]))
     begin = partial(callback.setup, L.Trainer(accelerator="cpu", logger=False), L.LightningModule(), "fit")
     for other, refused in ((choices[0], False), (choices[2], True)):
-        values = [decision(cfg.model, choice)[1] for choice in (choices[0], choices[0], other)]
-        monkeypatch.setattr(gather, "from_all_ranks", lambda value, processes, values=values: values)
+        values = [describe_decision(cfg.model, choice)[1] for choice in (choices[0], choices[0], other)]
+        monkeypatch.setattr(gather, "all_gather_values", lambda value, processes, values=values: values)
         if not refused:
             begin()
             continue
         with pytest.raises(UserError) as caught:
             begin()
         said = str(caught.value)
-        assert "process 0: activations kept, 1024 tokens" in said and "process 2: activations computed again" in said
+        assert "process 0: activations kept, 1024 tokens" in said and "process 2: activations recomputed" in said
         assert "set model.gradient_checkpointing=true model.logps_chunk=256 for all processes" in said
 
 
@@ -295,12 +297,12 @@ def test_budgets_are_as_large_as_a_step_where_there_is_room_and_the_least_where_
     assert (batch.token_budget, batch.eval_token_budget) == (512 - 128, MOST)
     said = [line for line in caplog.messages if "batch.tokens=auto" in line]
     assert len(said) == 2 and said[1].startswith("batch.tokens=auto and batch.eval_tokens=auto: activations kept, ")
-    assert "384 tokens per forward, 32,768 in validation (the quickest that fits the device's 1024.0 GiB)" in said[1]
+    assert "384 tokens per forward, 32,768 in validation (the fastest that fits the device's 1024.0 GiB)" in said[1]
     config = world.config("batch.tokens=auto", "batch.eval_tokens=auto")
     counted = planned(config)
-    assert (counted.least.tokens, counted.least.micro) == (None, 2)
-    assert fit_memory(counted) == (counted.model, counted.least)
-    assert identity_of(config).numbers == identity_of(world.config()).numbers
+    assert (counted.smallest_batch.tokens, counted.smallest_batch.micro) == (None, 2)
+    assert fit_memory(counted) == (counted.model, counted.smallest_batch)
+    assert make_identity(config).numbers == make_identity(world.config()).numbers
 
 
 def test_the_judge_reads_as_many_tokens_as_fit(
@@ -316,7 +318,7 @@ def test_the_judge_reads_as_many_tokens_as_fit(
     monkeypatch.setattr(judges, "device_memory", lambda device: room)
     assert judge.load(torch.device("cpu")).model.token_budget == judge.budget(room)
     monkeypatch.setattr(memory, "device_memory", lambda device: room)
-    log_judge(judge, made.base.device)
+    log_judge_memory(judge, made.base.device)
     assert f"judge.token_budget=auto: {judge.budget(room):,} tokens per forward" in caplog.messages
     with pytest.raises(UserError, match=r"judge\.token_budget must be at least 1, or auto, got 0"):
         world.config("judge.token_budget=0")
@@ -351,7 +353,7 @@ def test_memory_that_runs_out_in_the_first_step_halves_the_budget_and_moves_no_n
 ) -> None:
     """In its second micro-batch, so that gradients are there. A resumed run keeps the half, recomputing or not."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(Footprint, "capacity", lambda plan: 1 << 40)
+    monkeypatch.setattr(MemoryPlan, "device_memory", lambda plan: 1 << 40)
     monkeypatch.setattr(memory, "MOST", 128)
     whole = run(world.config(*FILL), tmp_path / "whole")
     with monkeypatch.context() as patch:
@@ -359,7 +361,7 @@ def test_memory_that_runs_out_in_the_first_step_halves_the_budget_and_moves_no_n
         found = run(world.config(*FILL), tmp_path / "half")
     assert whole is not None and found is not None and found.steps == whole.steps == 2
     (said,) = [line for line in caplog.messages if "out of memory" in line]
-    assert "batch.tokens=auto becomes 64 tokens per forward, not 128, and the step starts anew" in said
+    assert "batch.tokens=auto becomes 64 instead of 128 tokens per forward, and training starts again" in said
     assert torch.equal(starved.random[0], starved.random[2]) and starved.left[:3] == [False, True, False]
     for key, value in final(tmp_path / "whole").items():
         torch.testing.assert_close(final(tmp_path / "half")[key], value, rtol=1e-9, atol=1e-12)
@@ -383,7 +385,7 @@ def test_memory_that_runs_out_in_the_first_step_halves_the_budget_and_moves_no_n
 def test_memory_that_runs_out_otherwise_ends_the_run(
     fails: Container[int], words: tuple[str, ...], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Footprint, "capacity", lambda plan: 1 << 40)
+    monkeypatch.setattr(MemoryPlan, "device_memory", lambda plan: 1 << 40)
     monkeypatch.setattr(memory, "MOST", 128)
     starved = Starved(monkeypatch, fails)
     with pytest.raises(torch.OutOfMemoryError):
@@ -395,5 +397,5 @@ def test_a_hardware_option_names_the_points_and_runs_that_it_did_when_it_set_che
     now, before = (
         world.config("hardware=1x141gb", f"model.gradient_checkpointing={each}") for each in ("auto", "true")
     )
-    one, other = identity_of(now), identity_of(before)
+    one, other = make_identity(now), make_identity(before)
     assert one.result == other.result and one.numbers == other.numbers

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -22,14 +23,14 @@ from attnpo.models.lora import AdapterDisabledReference, has_adapters
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec, ModelSpec
 from attnpo.run import memory
-from attnpo.run.identity import identity_of, saved_numbers
-from attnpo.run.memory import Footprint, fit_memory, footprint
-from attnpo.run.models import load_policy, load_reference, load_start
+from attnpo.run.identity import load_saved_numbers, make_identity
+from attnpo.run.memory import MemoryPlan, fit_memory, make_memory_plan
+from attnpo.run.models import load_base_model, load_policy, load_reference
 from attnpo.run.resolve import BaseModel, Resolved, resolve
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.run.run_config import RunConfig
-from attnpo.run.training import Trained, train
+from attnpo.run.training import TrainingOutcome, train
 from attnpo.schema import UserError
 from attnpo.system.files import describe_change, read_checksums
 from attnpo.training.metrics_file import read_metrics
@@ -161,7 +162,7 @@ def test_what_the_settings_build(world: World) -> None:
 
 def test_adapter_off_without_an_adapter_is_refused_before_anything_loads(world: World, tmp_path: Path) -> None:
     cfg = world.composed("reference=adapter_off")
-    with pytest.raises(UserError, match=r"reference=adapter_off needs a fresh adapter, and model.lora is null"):
+    with pytest.raises(UserError, match=r"reference=adapter_off needs a new adapter, but model.lora is null"):
         validate(cfg)
     with pytest.raises(UserError, match="reference=adapter: expected one of live, cached, first_epoch, adapter_off"):
         validate(world.composed("reference=adapter"))
@@ -191,20 +192,20 @@ def test_an_objective_without_a_reference_holds_none(
     objective: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No second model is loaded and no log-prob of one is stored, whatever ``reference`` says; DPO loads its own."""
-    found: list[Trained] = []
+    found: list[TrainingOutcome] = []
 
-    def watched(*arguments: Any) -> Trained:
+    def watched(*arguments: Any) -> TrainingOutcome:
         found.append(train(*arguments))
         return found[-1]
 
     loaded: list[PreTrainedModel] = []
 
     def counted(base: BaseModel) -> PreTrainedModel:
-        loaded.append(load_start(base))
+        loaded.append(load_base_model(base))
         return loaded[-1]
 
     monkeypatch.setattr(training_room, "train", watched)
-    monkeypatch.setattr(policies_room, "load_start", counted)
+    monkeypatch.setattr(policies_room, "load_base_model", counted)
     run(world.config(f"objective={objective}", "weights=uniform", "callbacks=none", "trainer.max_steps=1"), tmp_path)
     assert (found[0].reference is None) == (objective != "dpo")
     assert len(loaded) == (2 if objective == "dpo" else 1)
@@ -230,7 +231,7 @@ def test_the_log_card_and_result_tell_what_rounding_took_of_the_adapters(
         run(world.config(*bfloat16, *overrides), tmp_path / "run")
     told = [record for record in caplog.records if "of the adapters' update" in record.getMessage()]
     assert {record.levelname == "WARNING" for record in told if "last: " in record.getMessage()} == {warned}
-    assert any("last/adapter/ holds the adapters whole" in record.getMessage() for record in told)
+    assert any(re.search("the adapters themselves are in .*last/adapter/", record.getMessage()) for record in told)
     merged = json.loads((tmp_path / "run" / "result.json").read_text())["merged"]
     assert merged["numbers_of"] == "the policy as it was trained, its adapters beside their base"
     for name in ("best", "last"):
@@ -239,7 +240,7 @@ def test_the_log_card_and_result_tell_what_rounding_took_of_the_adapters(
         assert (merged[name]["lost_share"] == 0) != warned
         assert describe_change(folder) is None and "adapter/adapter_model.safetensors" in read_checksums(folder)
         card = (folder / "README.md").read_text()
-        assert "The numbers of this card are of the policy as it was trained" in card
+        assert "The numbers in this card were measured on the policy as trained" in card
         assert ("The merged weights differ from that policy" in card) == warned
         assert not has_adapters(load_model(folder))
     shutil.rmtree(folder / "adapter")
@@ -278,7 +279,7 @@ def test_four_bits_have_log_probs_of_their_own_in_the_store(world: World) -> Non
 
 def test_weights_in_one_piece_are_not_sharded(world: World) -> None:
     cfg = world.composed(*LORA, "model.quantize=nf4", "trainer.strategy=fsdp")
-    with pytest.raises(UserError, match=r"model\.quantize=nf4 works on whole weights, and trainer\.strategy=fsdp"):
+    with pytest.raises(UserError, match=r"model\.quantize=nf4 needs unsharded weights, but trainer\.strategy=fsdp"):
         validate(cfg)
     validate(world.composed(*LORA, "model.compile=inductor", "trainer.strategy=fsdp"))
 
@@ -296,7 +297,7 @@ def test_compiled_blocks_train_alike(
     cfg = world.config(*LORA, "reference=adapter_off", "trainer.validate_every=1", "model.compile=eager")
     with caplog.at_level("INFO", "attnpo"):
         run(cfg, tmp_path / "compiled")
-    said = caplog.text.find("model.compile=eager: compiling takes about a minute where nothing is cached")
+    said = caplog.text.find("model.compile=eager: compiling takes about a minute without a cache")
     assert 0 < said < caplog.text.find("gradients of compiled blocks agree to")
     for name in ("train/loss", "val/loss"):
         assert losses(tmp_path / "compiled", name) == pytest.approx(losses(runs["live"][0], name), rel=2e-5)
@@ -307,15 +308,15 @@ def test_compiled_blocks_train_alike(
 
 def compiling(
     cfg: RunConfig, monkeypatch: pytest.MonkeyPatch, backend: str = "eager"
-) -> tuple[Footprint, BaseModel, ScoredLM]:
+) -> tuple[MemoryPlan, BaseModel, ScoredLM]:
     """What decides a run's memory, its model as that allows, and its policy; as on a CUDA device where ``backend`` is
     the usual one.
     """
     monkeypatch.setattr(ModelSpec, "backend", lambda self, device: (self.compile and backend, "of this test"), False)
     cfg, base, *_ = resolve(cfg)
-    spec, _ = fit_memory(replace(footprint(cfg), model=base.spec))
+    spec, _ = fit_memory(replace(make_memory_plan(cfg), model=base.spec))
     base = replace(base, spec=spec)
-    return footprint(cfg), base, load_policy(base)
+    return make_memory_plan(cfg), base, load_policy(base)
 
 
 def compiles(base: BaseModel, policy: ScoredLM, layout: str, asked: str) -> bool:
@@ -336,8 +337,8 @@ def test_auto_leaves_blocks_as_they_are_on_a_cpu(
     plain = run(world.config(*given), tmp_path / "plain")
     assert found is not None and plain is not None and found.metrics == plain.metrics
     assert "model.compile=auto: blocks are not compiled (on a device of type cpu)" in caplog.text
-    saved = saved_numbers(tmp_path / "plain" / "config.yaml", identity_of(world.config(*given)).moveless)
-    assert identity_of(world.config(*given, "model.compile=auto")).numbers == saved
+    saved = load_saved_numbers(tmp_path / "plain" / "config.yaml", make_identity(world.config(*given)).moveless)
+    assert make_identity(world.config(*given, "model.compile=auto")).numbers == saved
 
 
 def test_auto_compiles_for_cuda_unless_something_reads_inside_the_blocks() -> None:
@@ -361,14 +362,14 @@ def test_compiled_blocks_are_tried_once_for_a_model_and_its_versions(
             _, base, policy = compiling(cfg, monkeypatch)
             assert compiles(base, policy, layout, "auto") and is_compiled(policy)
     assert tried == ["eager", "eager"]
-    assert caplog.text.count("compared before with this model, device and versions, as the store says") == 1
+    assert caplog.text.count("using the stored comparison for this model, device and versions") == 1
     assert os.environ[policies_room.COMPILED_CODE] == str(tmp_path / "inductor")
 
 
 def count_trials(monkeypatch: pytest.MonkeyPatch, reason: Exception | None = None) -> list[str]:
     """The backends that were tried; with a ``reason`` none of them is right."""
     tried: list[str] = []
-    real = policies_room.require_same_numbers
+    real = policies_room.check_compiled_blocks
 
     def counted(model: PreTrainedModel, backend: str, *more: Any, **named: Any) -> None:
         tried.append(backend)
@@ -376,7 +377,7 @@ def count_trials(monkeypatch: pytest.MonkeyPatch, reason: Exception | None = Non
             raise UserError("wrong on this card") from (reason.__cause__ or None)
         real(model, backend, *more, **named)
 
-    monkeypatch.setattr(policies_room, "require_same_numbers", counted)
+    monkeypatch.setattr(policies_room, "check_compiled_blocks", counted)
     return tried
 
 
@@ -391,15 +392,15 @@ def test_blocks_that_do_not_compile_stay_plain_under_auto_and_are_refused_by_nam
     given = ("weights=uniform", f"store={tmp_path}", "layout=packed")
     auto = world.config(*given, "model.compile=auto", "model.gradient_checkpointing=auto")
     monkeypatch.setenv(policies_room.COMPILED_CODE, str(tmp_path))
-    monkeypatch.setattr(memory, "chosen", lambda found, capacity: (len(found) - 1, "of this test"))
+    monkeypatch.setattr(memory, "choose_quickest_fit", lambda found, capacity: (len(found) - 1, "of this test"))
     for _ in range(2):
         plan, base, policy = compiling(auto, monkeypatch)
         policy.model.activation_checkpointing_disable()  # as if compiled blocks had room for their activations
         assert not compiles(base, policy, "packed", "auto")
-        spec, _ = policies_room.without_compilation(plan, base.spec, policy)
+        spec, _ = policies_room.refit_without_compilation(plan, base.spec, policy)
         assert spec.compile is None and spec.uses_checkpointing
         assert not is_compiled(policy) and policy.model.is_activation_checkpointing
-    assert caplog.text.count("model.compile=auto: blocks are not compiled: wrong on this card") == 2
+    assert caplog.text.count("model.compile=auto: training continues without compiled blocks: wrong on this card") == 2
     assert len(tried) == (2 if breaks else 1)
     _, base, policy = compiling(world.config(*given, "model.compile=eager"), monkeypatch)
     with pytest.raises(UserError, match="wrong on this card"):
@@ -428,12 +429,17 @@ def test_a_layout_is_tried_once_for_a_model_and_its_versions(
     made = resolve(world.config(*given, "layout=auto"))
     policy = load_policy(made.base)
     tried: list[str] = []
-    choose = policies_room.choose
-    monkeypatch.setattr(policies_room, "choose", lambda name, *more: tried.append(name) or choose(name, *more))
+    select_layout = policies_room.select_layout
+    monkeypatch.setattr(
+        policies_room, "select_layout", lambda name, *more: tried.append(name) or select_layout(name, *more)
+    )
     with caplog.at_level("INFO", "attnpo"):
         assert layout_of(made, policy) is LAYOUTS["shared_prefix"]
         assert layout_of(made, policy) is LAYOUTS["shared_prefix"]
-    assert tried == ["auto"] and "layout shared_prefix: tried before with this model, device and vers" in caplog.text
+    assert (
+        tried == ["auto"]
+        and "layout shared_prefix: from an earlier trial with this model, device and vers" in caplog.text
+    )
     assert layout_of(made, policy, "input_gradient") is LAYOUTS["padded"]
     for changes in (("layout=packed",), ("layout=auto", "model.dtype=float64")):
         layout_of(resolve(world.config(*given, *changes)), policy)

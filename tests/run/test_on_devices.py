@@ -8,7 +8,7 @@ import torch
 from attnpo.models.loading import load_model
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
-from attnpo.training.checkpoint_folders import read_account
+from attnpo.training.checkpoint_folders import read_checkpoint_info
 from attnpo.training.module import PreferenceModule
 from tests.run.worlds import World
 
@@ -61,7 +61,7 @@ def test_a_run_that_was_stopped_goes_on(
         patch.setattr(PreferenceModule, "training_step", stopping)
         with pytest.raises(Stop):
             trained(world, tmp_path / "broken", device)
-    assert read_account(tmp_path / "broken" / "last")["step"] == 2
+    assert read_checkpoint_info(tmp_path / "broken" / "last")["step"] == 2
     resumed = trained(world, tmp_path / "broken", device)
     assert resumed.steps == unbroken.steps == 3
     assert resumed.metrics["val/loss"] == pytest.approx(unbroken.metrics["val/loss"], abs=1e-5)

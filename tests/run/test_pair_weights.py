@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.named_files import digest_named_functions
-from attnpo.run.resume import contents_of
+from attnpo.run.resume import digest_contents
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import read_metrics
@@ -32,7 +32,7 @@ def with_column(world: World, first: object = 0.0) -> None:
 
 def contents(made: Made) -> dict[str, str]:
     """Digests of what the paths of a configuration hold."""
-    return contents_of(made.inputs, made.base, digest_named_functions(made.cfg.values))
+    return digest_contents(made.inputs, made.base, digest_named_functions(made.cfg.values))
 
 
 def test_a_column_weighs_the_pairs_of_any_objective(world: World) -> None:

@@ -24,7 +24,15 @@ from attnpo.lab.studies.page import publish_study
 from attnpo.lab.studies.study import Arm, Point, Study
 from attnpo.lab.testbed.scoring import NUMBERS
 from attnpo.run.input_summary import example_statistics
-from attnpo.run.report import card_facts, in_words, inputs_section, make_exporter, numbers, publish_run, truth_table
+from attnpo.run.report import (
+    card_facts,
+    flat_numbers,
+    inputs_section,
+    log_run_to_wandb,
+    make_exporter,
+    readable_name,
+    truth_table,
+)
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.training.loggers import open_loggers
@@ -89,7 +97,7 @@ def test_inputs_and_scores_are_tables_with_words_for_heads() -> None:
 
 
 def test_every_score_against_the_truth_is_explained() -> None:
-    heads = ["KL" if name == "kl" else in_words(name) for name in NUMBERS]
+    heads = ["KL" if name == "kl" else readable_name(name) for name in NUMBERS]
     assert set(column_notes(heads)) == set(heads) and "base broken" in heads
 
 
@@ -121,7 +129,7 @@ def test_a_run_sends_its_result_account_samples_curves_and_heat_maps(made: Made,
     logger = make_config(made, *TRACKED).logger
     with open_loggers(logger, folder, {}) as loggers:
         loggers[-1].log_metrics({"train/loss": 0.6}, step=2)
-        publish_run(loggers, made.inputs, result, made.base.tokenizer, settings, folder)
+        log_run_to_wandb(loggers, made.inputs, result, made.base.tokenizer, settings, folder)
     (session,) = sessions(folder)
     last = flat_rows(session)[-1]
     assert (last["_step"], last["trainer/global_step"]) == (3, 3)
@@ -160,8 +168,8 @@ def test_what_was_switched_off_is_not_sent(made: Made, tmp_path: Path) -> None:
     cfg = make_config(made, *TRACKED, "callbacks.samples=0", "callbacks.report=false", "callbacks.heat_maps=0")
     result = RunResult.from_json({**RESULT, "inputs": example_statistics(made.inputs)})
     with open_loggers(cfg.logger, folder, {}) as loggers:
-        publish_run(loggers, made.inputs, result, made.base.tokenizer, cfg.callbacks, folder)
-        publish_run(loggers[:1], made.inputs, result, made.base.tokenizer, made.cfg.callbacks, folder)
+        log_run_to_wandb(loggers, made.inputs, result, made.base.tokenizer, cfg.callbacks, folder)
+        log_run_to_wandb(loggers[:1], made.inputs, result, made.base.tokenizer, made.cfg.callbacks, folder)
     (row,) = flat_rows(sessions(folder)[0])
     assert {key.partition("/")[0] for key in row if not key.startswith("_")} == {"account", "trainer"}
 
@@ -224,7 +232,7 @@ def test_the_points_of_a_study_of_worlds_name_theirs(world: World, tmp_path: Pat
 
 def test_numbers_are_found_at_any_depth_and_nothing_else() -> None:
     node = {"a": 1, "b": {"c": 0.5, "d": {"e": 2}, "f": "x"}, "g": [1, 2], "h": True, "i": float("nan"), "j": None}
-    assert dict(numbers(node)) == {"a": 1, "b/c": 0.5, "b/d/e": 2}
+    assert dict(flat_numbers(node)) == {"a": 1, "b/c": 0.5, "b/d/e": 2}
 
 
 # ------------------------------------------------------------------------------------------------ card

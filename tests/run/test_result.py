@@ -57,5 +57,5 @@ def test_what_is_no_result_is_refused(text: str) -> None:
 @pytest.mark.parametrize("wrong", [{"steps": None}, {"seconds": 2}, {"truth": {"scores": [1]}}, {"inputs": None}])
 def test_a_part_of_another_kind_is_refused(wrong: dict[str, object]) -> None:
     assert RunResult.read(json.dumps(PARTS)).steps == 1
-    with pytest.raises(ValueError, match="it is no result of a run"):
+    with pytest.raises(ValueError, match="this is not the result of a run"):
         RunResult.read(json.dumps({**PARTS, **wrong}))

@@ -12,14 +12,14 @@ from attnpo.config.compose import load
 from attnpo.config.fields import bookkeeping_keys
 from attnpo.config.named_files import FUNCTIONS
 from attnpo.fit import main
-from attnpo.run.identity import BESIDE, KEPT, NEEDED, PATHS, identity_of
+from attnpo.run.identity import BESIDE, KEPT, NEEDED, PATHS, make_identity
 from attnpo.run.result import RunResult
-from attnpo.run.resume import find_finished_result, find_resume, refuse_taken
+from attnpo.run.resume import find_checkpoint, find_finished_result, refuse_existing_run
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.system.files import write_checksums
-from attnpo.training.checkpoint_folders import STATE, read_account
-from attnpo.training.interrupted import Interrupted
+from attnpo.training.checkpoint_folders import STATE, read_checkpoint_info
+from attnpo.training.interrupted import RunInterrupted
 from tests.run.worlds import World
 
 SHORT = ("trainer.validate_every=1", "callbacks.samples=0", "callbacks.report=false")
@@ -72,8 +72,11 @@ def test_another_run_is_refused_by_its_first_differing_key(
     world: World, done: tuple[Path, RunResult], change: str, named: str
 ) -> None:
     folder, _ = done
-    identity = identity_of(world.config(*SHORT, "resume=auto", change))
-    for look in (lambda: find_finished_result(folder, identity), lambda: find_resume("auto", folder, identity.numbers)):
+    identity = make_identity(world.config(*SHORT, "resume=auto", change))
+    for look in (
+        lambda: find_finished_result(folder, identity),
+        lambda: find_checkpoint("auto", folder, identity.numbers),
+    ):
         with pytest.raises(UserError, match=r"^resume: ") as refused:
             look()
         assert f"resume: {named}" in str(refused.value) and "\n" not in str(refused.value)
@@ -89,8 +92,8 @@ def test_another_run_is_refused_by_its_first_differing_key(
 )
 def test_bookkeeping_may_change(world: World, done: tuple[Path, RunResult], change: str) -> None:
     folder, _ = done
-    numbers = identity_of(world.config(*SHORT, "resume=auto", change)).numbers
-    assert find_resume("auto", folder, numbers) == folder / "last" / STATE
+    numbers = make_identity(world.config(*SHORT, "resume=auto", change)).numbers
+    assert find_checkpoint("auto", folder, numbers) == folder / "last" / STATE
 
 
 def test_every_bookkeeping_key_exists(world: World) -> None:
@@ -103,11 +106,13 @@ def test_every_bookkeeping_key_exists(world: World) -> None:
     names = (*bookkeeping_keys(world.config()), *PATHS, *FUNCTIONS, *BESIDE, *NEEDED, *KEPT)
     there = {key for cfg in everywhere for key in names if OmegaConf.select(cfg, key, default="absent") != "absent"}
     assert set(names) == there
-    numbers = identity_of(world.config()).numbers
+    numbers = make_identity(world.config()).numbers
     assert "model.path" not in numbers and "optimizer.lr" in numbers
 
 
-@pytest.mark.parametrize(("file", "said"), [("checkpoint.json", "says nothing of"), ("digests.json", "has no digests")])
+@pytest.mark.parametrize(
+    ("file", "said"), [("checkpoint.json", "has no value for"), ("digests.json", "has no digests")]
+)
 def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(
     world: World, done: tuple[Path, RunResult], tmp_path: Path, file: str, said: str
 ) -> None:
@@ -131,17 +136,17 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(
 
 def test_which_weights_decay_is_no_part_of_a_run_that_decays_none(world: World) -> None:
     """So that its identity is what it was before there was the key."""
-    plain = identity_of(world.config())
+    plain = make_identity(world.config())
     assert "optimizer.decay_all" not in plain.numbers
-    assert identity_of(world.config("optimizer.weight_decay=0.1")).numbers["optimizer.decay_all"] is False
-    assert plain.result == identity_of(world.config("optimizer.decay_all=true")).result
+    assert make_identity(world.config("optimizer.weight_decay=0.1")).numbers["optimizer.decay_all"] is False
+    assert plain.result == make_identity(world.config("optimizer.decay_all=true")).result
 
 
 def test_keys_of_reference_spans_count_where_spans_are_those(world: World) -> None:
     spans = ["judge.span_drop=1", "judge.span_closing=x"]
     plain_spans = load("fit", ["weights=attention", *spans])
-    assert identity_of(plain_spans).numbers == identity_of(load("fit", ["weights=attention"])).numbers
-    as_theirs = identity_of(load("fit", ["weights=attention", "judge.span=reference", *spans])).numbers
+    assert make_identity(plain_spans).numbers == make_identity(load("fit", ["weights=attention"])).numbers
+    as_theirs = make_identity(load("fit", ["weights=attention", "judge.span=reference", *spans])).numbers
     assert (as_theirs["judge.span_drop"], as_theirs["judge.span_closing"]) == (1, "x")
 
 
@@ -181,28 +186,28 @@ def test_the_newest_state_is_found_between_two_renames(
     folder, _ = done
     (tmp_path / "last.new").symlink_to(folder / "last")
     (tmp_path / "last.old").mkdir()
-    numbers = identity_of(world.config(*SHORT, "resume=auto")).numbers
-    assert find_resume("auto", tmp_path, numbers) == tmp_path / "last.new" / STATE
+    numbers = make_identity(world.config(*SHORT, "resume=auto")).numbers
+    assert find_checkpoint("auto", tmp_path, numbers) == tmp_path / "last.new" / STATE
     (tmp_path / "last.old").rmdir()  # without it the new one may be half written
-    assert find_resume("auto", tmp_path, numbers) is None
+    assert find_checkpoint("auto", tmp_path, numbers) is None
 
 
 def test_a_new_run_does_not_take_a_folder_with_checkpoints(world: World, done: tuple[Path, RunResult]) -> None:
     folder, _ = done
-    with pytest.raises(UserError, match=r"holds a run that was saved after step 3: .*resume=auto.* another name"):
-        refuse_taken(folder)
+    with pytest.raises(UserError, match=r"holds a run saved after step 3: .*resume=auto.* another name"):
+        refuse_existing_run(folder)
     there = ("experiment=none", f"name={folder.name}", f"output={folder.parent}")
-    with pytest.raises(UserError, match=r"holds a run that was saved after step 3: "):
+    with pytest.raises(UserError, match=r"holds a run saved after step 3: "):
         main(world.config(*SHORT, *there))
     assert main(world.config(*SHORT, *there, "resume=auto")) == 0
-    refuse_taken(folder / "free")
+    refuse_existing_run(folder / "free")
 
 
 def test_a_run_that_starts_anew_leaves_nothing_of_the_one_before(world: World, tmp_path: Path) -> None:
     """The runner of a study starts unfinished points anew in their folders."""
     folder = tmp_path / "run"
     run(world.config(*SHORT, "trainer.max_epochs=2"), folder)
-    assert read_account(folder / "last")["step"] == 6
+    assert read_checkpoint_info(folder / "last")["step"] == 6
     run(world.config(*SHORT, "callbacks=none"), folder)
     assert not (folder / "last").exists() and not (folder / "best").exists()
     assert json.loads((folder / "result.json").read_text())["steps"] == 3
@@ -210,9 +215,10 @@ def test_a_run_that_starts_anew_leaves_nothing_of_the_one_before(world: World, t
 
 
 def test_what_an_interrupted_run_says() -> None:
-    stop = Interrupted(15, 7, 12, Path("outputs/night/last"))
+    stop = RunInterrupted(15, 7, 12, Path("outputs/night/last"))
     assert stop.exit_status == 143
     assert (
-        str(stop) == "stopped by SIGTERM at step 7 of 12, saved outputs/night/last; go on with name=night resume=auto"
+        str(stop)
+        == "stopped by SIGTERM at step 7 of 12, saved outputs/night/last; continue with name=night resume=auto"
     )
-    assert str(Interrupted(2, 0, 12)) == "stopped by SIGINT at step 0 of 12, nothing saved"
+    assert str(RunInterrupted(2, 0, 12)) == "stopped by SIGINT at step 0 of 12, nothing saved"

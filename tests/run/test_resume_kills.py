@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnpo.training.checkpoint_folders import read_account, whole
+from attnpo.training.checkpoint_folders import complete_folder, read_checkpoint_info
 from attnpo.training.metrics_file import read_metrics
 from tests.run import traced
 from tests.run.traced import BEST, FIRST, LAST, MOMENTS, STEP, VALIDATING
@@ -86,7 +86,7 @@ def assert_same_end(runs: Runs, name: str) -> None:
     assert len([row for row in table(here) if "train/loss" in row]) == STEPS
     assert [row["step"] for row in table(here) if "val/loss" in row] == [0, 5, 10, 12]
     for part in ("best", "last"):
-        assert read_account(here / part)["step"] == read_account(there / part)["step"]
+        assert read_checkpoint_info(here / part)["step"] == read_checkpoint_info(there / part)["step"]
         exported = [(place / part / "model.safetensors").read_bytes() for place in (here, there)]
         assert exported[0] == exported[1], part
     states = [torch.load(place / "last" / "state.ckpt", weights_only=True) for place in (here, there)]
@@ -121,7 +121,7 @@ def test_killed_at_random_moments(runs: Runs, unbroken: float, record_property: 
             moment = done["met"]["moment"]
             if moment in MOMENTS[STEP : VALIDATING + 1]:
                 moments[moment] += 1
-                before_saving += not whole(runs.output / name / "last").exists()
+                before_saving += not complete_folder(runs.output / name / "last").exists()
         assert_same_end(runs, name)
     found = ", ".join(f"{count} {moment}" for moment, count in moments.most_common())
     line = (
@@ -140,7 +140,7 @@ def test_a_signal_within_a_step_saves_and_ends(runs: Runs, unbroken: float, name
     assert done["status"] == 128 + number, runs.said(name)[-3000:]
     folder = runs.output / name
     assert done["met"] == {"moment": "in a step", "step": 6, "micro": 1}
-    assert read_account(folder / "last")["step"] == 7
+    assert read_checkpoint_info(folder / "last")["step"] == 7
     assert (folder / "last" / "model.safetensors").is_file()
     last = runs.said(name).splitlines()[-1]
     assert last.startswith(
@@ -155,7 +155,7 @@ def test_a_signal_within_a_step_saves_and_ends(runs: Runs, unbroken: float, name
 def test_a_signal_during_validation_ends_after_it(runs: Runs, unbroken: float) -> None:
     done = runs.start("validating", signal=int(signal.SIGTERM), at=[VALIDATING, 5, 7])
     assert done["status"] == 143, runs.said("validating")[-3000:]
-    assert read_account(runs.output / "validating" / "last")["step"] == 5
+    assert read_checkpoint_info(runs.output / "validating" / "last")["step"] == 5
     assert runs.start("validating", "resume=auto")["status"] == 0
     assert_same_end(runs, "validating")
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from attnpo.config.compose import load
 from attnpo.lab.studies.config import FitConfig
-from attnpo.run.point_cache import forget, remembering
+from attnpo.run.point_cache import cache_between_runs, clear_caches
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.schema import UserError
@@ -75,14 +75,14 @@ def test_a_run_leaves_everything_a_reader_needs(first: tuple[World, Path, RunRes
 AFTERWARDS = {
     "tidying the run's folder": "attnpo.run.run.merge_metrics",
     "moving the policy back to its device": "attnpo.run.run.restore_attention",
-    "scoring by the truth": "attnpo.run.run.score_truth",
+    "scoring by the true reward": "attnpo.run.run.score_truth",
     "measuring where the policy moved": "attnpo.lab.measures.DriftSettings.measure",
     "sampling answers": "attnpo.run.run.write_samples",
-    "the report": "attnpo.run.report.write_run_report",
-    "handing the run to its loggers": "attnpo.run.report.publish_run",
+    "writing the report": "attnpo.run.report.write_run_report",
+    "sending results to the loggers": "attnpo.run.report.log_run_to_wandb",
 }
 OTHERS = {
-    "loggers did not close": "attnpo.training.loggers.close_loggers",
+    "could not close the run's loggers": "attnpo.training.loggers.close_loggers",
     "its export failed": "attnpo.training.export.Exporter.export",
 }
 
@@ -148,7 +148,7 @@ def test_one_failure_leaves_the_rest_even_where_its_traceback_cannot_be_written(
     monkeypatch.setattr("attnpo.run.run.write_samples", fails)
     monkeypatch.setattr("attnpo.run.run.FAILURES", "gone/failures.txt")
     assert run(first[0].config("callbacks.samples=1"), tmp_path / "run") is not None
-    assert any("sampling answers failed after the last step" in line for line in caplog.messages)
+    assert any("sampling answers failed after training" in line for line in caplog.messages)
     assert all((tmp_path / "run" / name).is_file() for name in ("result.json", "report.html"))
 
 
@@ -338,7 +338,7 @@ def test_two_sharded_processes_make_one_run(first: tuple[World, Path, RunResult]
     [([], "model.path and data.path"), (["data.path=x"], "model.path"), (["model.path=x"], "data.path")],
 )
 def test_paths_that_are_not_given_are_asked_for(given: list[str], lacking: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^{lacking} must be given"):
+    with pytest.raises(UserError, match=rf"^set {lacking}, for example "):
         run(load("fit", ["setting=real_smoke", *given]), tmp_path / "run")
 
 
@@ -362,16 +362,16 @@ def test_a_wrong_setting_is_named(
 def test_points_of_a_process_share_what_they_have_read(world: World) -> None:
     """Whatever moves a weight is weighed anew; what only moves the training is not. Outside, nothing is kept."""
     fresh = make_inputs(world.config())
-    with remembering():
+    with cache_between_runs():
         first = make_inputs(world.config())
         same = make_inputs(world.config("objective.beta=0.7", "optimizer.lr=1e-3", "reference=cached"))
         layer, control = make_inputs(world.config("weights.layer=1")), make_inputs(world.config("transform=shuffled"))
         shorter = make_inputs(world.config("lengths.max_length=450"))
     outside = make_inputs(world.config())
-    forget()
-    with remembering():
+    clear_caches()
+    with cache_between_runs():
         again = make_inputs(world.config())
-    forget()
+    clear_caches()
     assert same.examples is first.examples and same.pairs is first.pairs
     assert layer.pairs is first.pairs and control.pairs is first.pairs
     assert shorter.pairs is not first.pairs and outside.pairs is not first.pairs and again.pairs is not first.pairs

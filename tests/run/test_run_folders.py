@@ -11,11 +11,11 @@ import torch
 from attnpo.fit import main
 from attnpo.run import report
 from attnpo.run.folders import make_folder, run_folder
-from attnpo.run.identity import identity_of
-from attnpo.run.resume import clear, find_resume
+from attnpo.run.identity import make_identity
+from attnpo.run.resume import clear_folder, find_checkpoint
 from attnpo.run.run import run
 from attnpo.schema import UserError
-from attnpo.training.checkpoint_folders import STATE, read_account
+from attnpo.training.checkpoint_folders import STATE, read_checkpoint_info
 from attnpo.training.metrics_file import read_metrics
 from tests.run.worlds import World
 from tests.training.processes import in_two_processes
@@ -50,11 +50,11 @@ def test_a_folder_with_files_of_others_is_refused_before_anything_is_read(world:
         (folder / name).write_text("theirs")
     before = contents(folder)
     nowhere = World(world.model, tmp_path / "nowhere", world.store)
-    with pytest.raises(UserError, match=r"outputs must be empty or .* holds best, logs, metrics\.csv: give name="):
+    with pytest.raises(UserError, match=r"outputs must be empty or .* contains best, logs, metrics\.csv: set name="):
         run(nowhere.config(*SHORT), folder)
     (folder / "config.yaml").write_text("theirs: too\n")
-    with pytest.raises(UserError, match="and more: give name="):
-        clear(folder)
+    with pytest.raises(UserError, match="and more: set name="):
+        clear_folder(folder)
     (folder / "config.yaml").unlink()
     assert contents(folder) == before
 
@@ -65,7 +65,7 @@ def test_a_run_clears_what_a_run_wrote_and_nothing_else(done: Path, tmp_path: Pa
     for name in ("logs/mine.txt", "notes.md", "log.txt"):
         (folder / name).write_text("kept")
     (folder / "report.html").write_text("of the earlier run")
-    clear(folder)
+    clear_folder(folder)
     assert set(contents(folder)) == {"config.yaml", "logs/mine.txt", "notes.md", "log.txt"}
 
 
@@ -73,7 +73,7 @@ def test_the_folder_of_a_point_that_has_only_its_log_is_taken(tmp_path: Path) ->
     """Also when it was killed while its configuration was being written."""
     for name in ("log.txt", "error.txt", "config.yaml.part", ".nfs0001"):
         (tmp_path / name).write_text("x")
-    clear(tmp_path)
+    clear_folder(tmp_path)
     assert len(contents(tmp_path)) == 4
 
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_of_another_folder_is_not_mixed_with_the_run_that_is_there(
         folder = tmp_path / held.partition(".")[0]
         folder.mkdir()
         (folder / held).symlink_to(done / held)
-        with pytest.raises(UserError, match=r"resume=.*another folder, and .* holds a (run|finished)") as refused:
+        with pytest.raises(UserError, match=r"resume=.*another folder, but .* holds a (run|finished)") as refused:
             run(world.config(*SHORT, f"resume={done / 'best'}"), folder)
         assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
 
@@ -109,10 +109,10 @@ def test_a_run_forked_after_the_last_step_has_a_whole_folder(world: World, done:
     source = contents(done)
     result = run(world.config(*SHORT, f"resume={done / 'last'}"), folder)
     assert contents(done) == source
-    assert result.steps == 3 and read_account(folder / "last")["step"] == 3
+    assert result.steps == 3 and read_checkpoint_info(folder / "last")["step"] == 3
     assert (folder / "last" / "model.safetensors").read_bytes() == (done / "last" / "model.safetensors").read_bytes()
-    numbers = identity_of(world.config(*SHORT, "resume=auto")).numbers
-    assert find_resume("auto", folder, numbers) == folder / "last" / STATE
+    numbers = make_identity(world.config(*SHORT, "resume=auto")).numbers
+    assert find_checkpoint("auto", folder, numbers) == folder / "last" / STATE
     assert read_metrics(folder / "metrics.csv") == read_metrics(done / "metrics.csv")
 
 
@@ -125,12 +125,12 @@ def test_a_run_forked_midway_ends_like_its_source(
         patch.setattr("attnpo.training.checkpoints.LastCheckpoint.save", _until(2))
         with pytest.raises(RuntimeError, match="killed"):
             run(world.config(*SHORT), source)
-    assert read_account(source / "last")["step"] == 2
+    assert read_checkpoint_info(source / "last")["step"] == 2
     rows = contents(source)["metrics.csv"]
     run(world.config(*SHORT, f"resume={source / 'last'}"), folder)
     assert contents(source)["metrics.csv"] == rows
     assert without_speed(read_metrics(folder / "metrics.csv")) == without_speed(read_metrics(done / "metrics.csv"))
-    assert read_account(folder / "last")["step"] == 3
+    assert read_checkpoint_info(folder / "last")["step"] == 3
 
 
 def _until(step: int) -> Any:
@@ -160,7 +160,7 @@ def test_a_run_killed_in_its_report_is_reported_when_it_is_resumed(
         patch.setattr(report, "write_run_report", killed)
         with pytest.raises(KeyboardInterrupt):
             run(cfg, folder)
-    assert read_account(folder / "last")["step"] == 3 and not (folder / "result.json").exists()
+    assert read_checkpoint_info(folder / "last")["step"] == 3 and not (folder / "result.json").exists()
     state = (folder / "last" / STATE).read_bytes()
     rows, numbers = read_metrics(folder / "metrics.csv"), json.loads((folder / "result.json.part").read_text())
     result = run(cfg, folder)
@@ -197,7 +197,9 @@ def test_an_output_that_cannot_be_is_named_before_anything_is_read(world: World,
     (tmp_path / "file").write_text("a file")
     output = {"file": tmp_path / "file", "longer": tmp_path / ("long" * 100)}[form]
     nowhere = World(world.model, tmp_path / "nowhere", world.store)  # its data would not be found
-    with pytest.raises(UserError, match=r"^output=: the folder .* written into, but: .*; give output=") as refused:
+    with pytest.raises(
+        UserError, match=r"^output=: cannot create or write to the folder .*: .*; set output="
+    ) as refused:
         main(nowhere.config(*SHORT, "experiment=none", "name=x", f"output={output}"))
     assert str(output) in str(refused.value) and "\n" not in str(refused.value)
 
@@ -207,7 +209,7 @@ def test_a_folder_in_the_way_of_no_file(tmp_path: Path, world: World) -> None:
     make_folder(folder)
     make_folder(folder)
     assert list(folder.iterdir()) == []
-    with pytest.raises(UserError, match=r"^output=: the folder "):
+    with pytest.raises(UserError, match=r"^output=: cannot create or write to the folder "):
         make_folder(Path("/dev/null/x"))
 
 
@@ -232,11 +234,11 @@ def test_a_damaged_state_is_named_before_anything_is_read(
     with pytest.raises(UserError) as refused:
         run(cfg, folder)
     text = str(refused.value)
-    assert text.startswith(f"resume=auto: {state} must hold") and f"resume={folder / 'best'}" in text
+    assert text.startswith(f"resume=auto: {state} is damaged or incomplete") and f"resume={folder / 'best'}" in text
     assert "\n" not in text
     (folder / "best" / STATE).write_bytes(b"x")
-    with pytest.raises(UserError, match=r"give resume= another checkpoint"):
-        find_resume("auto", folder, identity_of(cfg).numbers)
+    with pytest.raises(UserError, match=r"set resume= to another checkpoint"):
+        find_checkpoint("auto", folder, make_identity(cfg).numbers)
     assert state.exists()
 
 
@@ -247,5 +249,5 @@ def test_a_damaged_last_is_left_behind_by_way_of_best(world: World, done: Path, 
     (folder / "last" / STATE).write_bytes(b"")
     result = run(world.config(*SHORT, f"resume={folder / 'best'}"), folder)
     assert result.steps == 3
-    numbers = identity_of(world.config(*SHORT, "resume=auto")).numbers
-    assert find_resume("auto", folder, numbers) == folder / "last" / STATE
+    numbers = make_identity(world.config(*SHORT, "resume=auto")).numbers
+    assert find_checkpoint("auto", folder, numbers) == folder / "last" / STATE

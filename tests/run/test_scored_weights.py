@@ -139,7 +139,7 @@ def test_selections_that_keep_nothing_are_void_and_counted(world: World, other: 
         (["weights=selection", "weights.oracle.path=FOREIGN"], "has a different vocabulary from"),
         (["weights=selection", "weights.oracle.path=SAME"], "hold the same model, so they agree on every token"),
         (["weights=selection", "weights.oracle.path=OTHER", "weights.oracle.dtype=int8"], "weights.oracle.dtype must"),
-        (["weights=selection", "weights.oracle.path=OTHER", "objective=dpo"], "reads no token weights"),
+        (["weights=selection", "weights.oracle.path=OTHER", "objective=dpo"], "uses no token weights"),
         (["weights=selection", "weights.oracle.path=OTHER", "transform=[smeared]"], "work on distributions"),
     ],
 )

@@ -20,10 +20,10 @@ from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
 from attnpo.run import show as showing
 from attnpo.run.run import run
-from attnpo.run.show import weighed_pairs
+from attnpo.run.show import load_weighed_pairs
 from attnpo.run.show_config import ShowConfig
 from attnpo.schema import SIDES, PreferencePair, TokenStats, UserError
-from attnpo.training.nonfinite import MicroBatchRecord, save_step
+from attnpo.training.nonfinite import MicroBatchRecord, save_nonfinite_step
 from attnpo.weigher import Weigher
 from tests.run.made import Made, make
 from tests.run.worlds import World, build_world
@@ -112,7 +112,7 @@ def test_files_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     texts, rest = show.parse_pair_texts(argv)
     assert texts == {"prompt": "two\nlines, =[x]\n", "chosen": "said", "rejected": "@x"}
     assert rest == ["column=weight", "model.path=M"]
-    with pytest.raises(UserError, match=r"prompt=@none\.txt: cannot be read .* use @@none\.txt"):
+    with pytest.raises(UserError, match=r"prompt=@none\.txt cannot be read .* use @@none\.txt"):
         show.parse_pair_texts(["prompt=@none.txt", "chosen=a", "rejected=b"])
     with pytest.raises(UserError, match=r"prompt=- and chosen=-: standard input can be read only once"):
         show.parse_pair_texts(["prompt=-", "chosen=-", "rejected=b"])
@@ -122,7 +122,7 @@ def test_files_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_pair_typed_in_part_names_what_lacks_and_what_is_near(capsys: pytest.CaptureFixture[str]) -> None:
     told = refused(capsys, "prompt=a", "chosen=b", "rejectd=c, d")
-    assert "got prompt=, chosen=; give rejected=TEXT as well (rejectd= looks like rejected=)" in told
+    assert "got only prompt=, chosen=: add rejected=TEXT (rejectd= looks like rejected=)" in told
 
 
 # ------------------------------------------------------------------------------------------------ the numbers
@@ -220,7 +220,9 @@ def saved(finished: Path, trained: Made) -> tuple[Path, Any]:
     policy[1, 2] = float("nan")
     losses = torch.tensor([0.5, float("nan"), 0.5])
     path = finished / "nonfinite-step-4.pt"
-    save_step([MicroBatchRecord(batch, TokenStats(policy), TokenStats(reference), losses)], {}, path, 4, 1, leads=True)
+    save_nonfinite_step(
+        [MicroBatchRecord(batch, TokenStats(policy), TokenStats(reference), losses)], {}, path, 4, 1, leads=True
+    )
     return path, examples
 
 
@@ -242,7 +244,7 @@ def test_what_is_wrong_with_a_saved_step(
     path, _ = saved
     (tmp_path / "moved.pt").write_bytes(path.read_bytes())
     (tmp_path / "text.pt").write_text("no step", encoding="utf-8")
-    assert "give model.path=" in refused(capsys, f"bad_batch={tmp_path}/moved.pt")
+    assert "set model.path=" in refused(capsys, f"bad_batch={tmp_path}/moved.pt")
     assert "expected a file nonfinite-step-N.pt" in refused(capsys, f"bad_batch={tmp_path}/text.pt", "model.path=x")
     assert "expected a file nonfinite-step-N.pt" in refused(capsys, f"bad_batch={tmp_path}/none.pt", "model.path=x")
     assert "has no rewards by token" in refused(capsys, f"bad_batch={path}", "column=contribution")
@@ -259,10 +261,10 @@ def test_terminal_and_files_hold_the_same(
     found: list[WeighedPair] = []
 
     def weighed_once(cfg: ShowConfig) -> list[WeighedPair]:
-        found.extend([] if found else weighed_pairs(cfg))
+        found.extend([] if found else load_weighed_pairs(cfg))
         return found
 
-    monkeypatch.setattr(showing, "weighed_pairs", weighed_once)
+    monkeypatch.setattr(showing, "load_weighed_pairs", weighed_once)
     lines = rows(capsys, *argv)
     place = tmp_path / "deep"
     for ending in ("jsonl", "csv", "parquet", "html"):
@@ -296,15 +298,15 @@ def test_terminal_and_files_hold_the_same(
 
 
 WRONG = [
-    ((), "nothing to show: give prompt=TEXT"),
+    ((), "nothing to show: set prompt=TEXT"),
     (("colum=weight",), "did you mean column"),
     (("column=wieght",), "column must be one of relative, weight"),
     (("rounds=[3]",), "rounds must be one of mean, 1, 2"),
     (("out=x.xls",), "out=x.xls: expected a file ending in .jsonl"),
-    (("out=x.html", "column=logp"), "a page shows weights"),
-    (("run=a", "bad_batch=b"), "give one of them"),
+    (("out=x.html", "column=logp"), "a page shows only weights"),
+    (("run=a", "bad_batch=b"), "set only one of them"),
     (("experiment=layer_sweep",), "shows pairs of a single run"),
-    (("run=/no/such/run",), "no run lies there"),
+    (("run=/no/such/run",), "this is not the folder of a run"),
 ]
 
 
@@ -317,12 +319,12 @@ def test_what_this_pair_has_not(world: World, finished: Path, capsys: pytest.Cap
     cases = {
         ("layers=[9]", *TYPED): "layers: expected a whole number from 1 to 2",
         ("stages=[mixture]", *TYPED): "stages must be one of captured, source, got 'mixture'",
-        ("weights=uniform", "rounds=[1]", *TYPED): "asks no judge",
-        ("weights=rollout", "layers=[1]", *TYPED): "reads no single layer",
-        ("weights=wpo", *TYPED): "computed anew in every training step",
-        ("transform=[position_profile]", *TYPED): "learn from training pairs need some",
+        ("weights=uniform", "rounds=[1]", *TYPED): "uses no judge",
+        ("weights=rollout", "layers=[1]", *TYPED): "does not read a single layer",
+        ("weights=wpo", *TYPED): "computed in every training step",
+        ("transform=[position_profile]", *TYPED): "fitted transforms need training pairs",
         ("objective=tdpo1", "column=contribution", *TYPED): "objective TDPO1 also reads",
-        (f"data.path={world.data}", "ids=[zz]"): "none of the 12 pairs of split=train begins so",
+        (f"data.path={world.data}", "ids=[zz]"): "none of the 12 pairs of split=train has an id that begins with these",
     }
     for argv, story in cases.items():
         assert story in refused(capsys, *words(world), *argv), story

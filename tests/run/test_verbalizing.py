@@ -93,7 +93,7 @@ def test_a_model_that_says_nothing_usable_ends_with_every_pair_named(
     assert account["dropped_pairs"] == PAIRS
     assert inputs.examples["train"].tally.counts == {SILENT: TRAIN}
     assert inputs.examples["train"].examples == []
-    with pytest.raises(UserError, match=rf"train: none of {TRAIN} pairs is left to train on \({SILENT}: {TRAIN}\)"):
+    with pytest.raises(UserError, match=rf"train: all {TRAIN} pairs were dropped \({SILENT}: {TRAIN}\)"):
         run(world.config(*FREE, f"store={tmp_path}"), tmp_path / "run")
     assert f"verbalizer: {NO_PARTS}: {2 * PAIRS}" in caplog.messages, "said before the error"
 

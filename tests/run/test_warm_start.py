@@ -24,9 +24,9 @@ class Calls:
         self.trials: list[str] = []
         self.hashed: list[str] = []
         for room, name, into in (
-            (loading, "require_causal", self.trials),
-            (policies_room, "require_trainable", self.trials),
-            (policies_room, "choose", self.trials),
+            (loading, "check_causal", self.trials),
+            (policies_room, "check_trainable", self.trials),
+            (policies_room, "select_layout", self.trials),
             (policies_room, "load_model", self.loads),
         ):
             self._count(monkeypatch, room, name, into)
@@ -72,7 +72,7 @@ def test_a_warm_start_loads_once_and_repeats_no_trial_and_no_digest(
     world = build_world(tmp_path)
     cold = run(world.config(*ATTENTION), tmp_path / "cold")
     # The judge's own load is not among them; the layout of the reference pass is that of training.
-    assert calls.loads == ["load_model"] and calls.trials.count("choose") == 1
+    assert calls.loads == ["load_model"] and calls.trials.count("select_layout") == 1
     assert calls.of_model(world) == ["config.json", "model.safetensors"]
     calls.start_anew()
     with judge_loads() as judges, caplog.at_level(logging.INFO, "attnpo"):
@@ -97,7 +97,7 @@ def test_other_weights_under_the_same_name_are_tried_again(tmp_path: Path, calls
     calls.start_anew()
     run(world.config(*given), tmp_path / "warm")
     # As the policy, and as the reference after that has passed.
-    assert calls.trials == ["require_causal", "require_trainable", "choose"] and len(calls.loads) == 2
+    assert calls.trials == ["check_causal", "check_trainable", "select_layout"] and len(calls.loads) == 2
     assert calls.of_model(world) == ["model.safetensors"]
 
 

@@ -23,7 +23,7 @@ from attnpo.lab.studies.study import expand_arms
 from attnpo.models.memory import GIB, MOST, ROUND, MemoryEstimate, estimate_pass, estimate_training, max_token_budget
 from attnpo.models.spec import ModelSpec
 from attnpo.run import combinations as settings
-from attnpo.run.memory import chosen, fill_card, footprint
+from attnpo.run.memory import choose_quickest_fit, make_memory_plan, maximize_token_budgets
 from attnpo.schema import SIDES, Message, PreferencePair
 from attnpo.text.alignment import align
 from attnpo.text.chat import ChatFormat
@@ -276,8 +276,10 @@ def estimate(cfg: FitConfig, config: PretrainedConfig, capacity: float) -> Memor
         cfg.model.memory_choices(),
         cfg.batch.resolve_auto(cfg.lengths.max_length),
     )
-    place, _ = chosen([_estimate(cfg, model, config, least) for model in choices], room)
-    return _estimate(cfg, choices[place], config, fill_card(footprint(cfg), config, choices[place], room))
+    place, _ = choose_quickest_fit([_estimate(cfg, model, config, least) for model in choices], room)
+    return _estimate(
+        cfg, choices[place], config, maximize_token_budgets(make_memory_plan(cfg), config, choices[place], room)
+    )
 
 
 def judge_estimate(cfg: FitConfig, config: PretrainedConfig, capacity: float) -> MemoryEstimate:
@@ -357,7 +359,7 @@ def test_a_card_is_filled_and_five_percent_of_it_stay_free(option: str) -> None:
     for choice in cfg.model.memory_choices():
         plan = cfg.batch.resolve_auto(cfg.lengths.max_length)
         if choice.uses_checkpointing == again:
-            plan = fill_card(footprint(cfg), config, choice, capacity)
+            plan = maximize_token_budgets(make_memory_plan(cfg), config, choice, capacity)
             assert (choice.chunk, plan.tokens, plan.eval_tokens) == (1024, tokens, MOST)
             assert _estimate(cfg, choice, config, plan).fits(capacity)
             if tokens < 2 * cfg.lengths.max_length * cfg.batch.pairs // HARDWARE[option][1]:

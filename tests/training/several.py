@@ -23,9 +23,9 @@ from attnpo.models.compiled import compile_blocks
 from attnpo.schema import UserError
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint
 from attnpo.training.export import Exporter
-from attnpo.training.gather import LeastBudgets, WholePolicy
+from attnpo.training.gather import FullPolicyGather, SmallestTokenBudgets
 from attnpo.training.module import PreferenceModule
-from attnpo.training.resume_state import Continuation
+from attnpo.training.resume_state import ExactResume
 from attnpo.training.settings import TrainerSettings, total_steps
 from tests.training.stored import epoch_order, spoil, stored_data, stored_reference
 from tests.training.tiny import Copies, Rows, make_data, make_examples, make_module, train
@@ -118,16 +118,16 @@ def run_case(case: Case, folder: Path, place: Path, devices: int) -> Rows:
     plan = BatchPlan(8, None if budget else case.micro, None if budget else 2, tokens=budget, eval_tokens=budget)
     settings: dict[str, object] = {"max_epochs": 2, "devices": str(devices), "strategy": case.strategy}
     settings |= {"validate_every": 1, "gradient_clip_val": CLIP}
-    whole = WholePolicy()
+    whole = FullPolicyGather()
     callbacks: list[L.Callback] = [Poison()] if case.poison else []
-    callbacks += [Continuation(), whole]
+    callbacks += [ExactResume(), whole]
     if case.checkpoints:
         exporter = Exporter(build_tokenizer(Grammar()))
         callbacks += [BestCheckpoint(place / "best", exporter), LastCheckpoint(place / "last", exporter)]
         callbacks.append(Copies(place, STOP))
     module, data = make(case, plan, TrainerSettings(**settings), devices)  # type: ignore[arg-type]
     if case.uneven:
-        callbacks.append(LeastBudgets(data))
+        callbacks.append(SmallestTokenBudgets(data))
     resume = None if case.resumes is None else folder / case.resumes / f"{STOP}.ckpt"
     try:
         rows = train(module, data, place, *callbacks, resume=resume, **settings)

@@ -17,7 +17,7 @@ from attnpo.models.layouts import packed_layout, padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.tidpo import TIDPO
 from attnpo.schema import PreferenceBatch, Sampling, UserError
-from attnpo.training.anchor_rows import AnchoredObjective, Anchors, _draw, prompts_of
+from attnpo.training.anchor_rows import AnchoredObjective, AnchorSampler, _response_seed, pair_prompt_ids
 from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
 from attnpo.weights.sources.gradient import Gradient
@@ -25,7 +25,7 @@ from tests.training.tiny import Copies, Fit, column, make_data, make_examples, t
 
 SAMPLING = Sampling(max_new_tokens=6, temperature=0.8, top_p=0.9, top_k=12, seed=3)
 ENDS = (7, 8, 9)
-MAKER = Anchors(SAMPLING, ENDS)
+MAKER = AnchorSampler(SAMPLING, ENDS)
 
 
 def batch_of(count: int, places: list[int] | None = None) -> PreferenceBatch:
@@ -33,7 +33,7 @@ def batch_of(count: int, places: list[int] | None = None) -> PreferenceBatch:
     return collate([examples[i] for i in places or range(count)], padded_layout, 0, count)
 
 
-def responses(maker: Anchors, policy: ScoredLM, batch: PreferenceBatch, step: int = 0) -> list[list[int]]:
+def responses(maker: AnchorSampler, policy: ScoredLM, batch: PreferenceBatch, step: int = 0) -> list[list[int]]:
     """The tokens of each anchor, after a look at how they lie in their rows."""
     rows = maker(policy, batch, step)
     assert rows.inputs is not None and rows.factors
@@ -63,10 +63,10 @@ def test_an_anchor_is_what_a_plain_loop_samples() -> None:
     """For the very prompt of its pair, with the end token as its last; some reach it, some do not."""
     policy, batch = ScoredLM(tiny_model()), batch_of(6)
     prompts = [example.chosen.prompt_ids for example in make_examples(6)]
-    assert prompts_of(batch) == prompts
+    assert pair_prompt_ids(batch) == prompts
     found = responses(MAKER, policy, batch, 4)
     for pair_id, prompt, response in zip(batch.pair_ids, prompts, found, strict=True):
-        assert response == by_hand(policy.model, GenerationRequest(prompt, _draw(4, pair_id)), SAMPLING)
+        assert response == by_hand(policy.model, GenerationRequest(prompt, _response_seed(4, pair_id)), SAMPLING)
     ended = [response[-1] in ENDS for response in found]
     assert any(ended) and not all(ended) and not any(token in ENDS for r in found for token in r[:-1])
     assert all(end or len(response) == 6 for end, response in zip(ended, found, strict=True))
@@ -105,8 +105,8 @@ def test_sampling_leaves_everything_as_it_was() -> None:
 def test_rows_stay_within_their_limit() -> None:
     """A prompt with little room gets a short anchor, one without any room an empty one; the others lose nothing."""
     policy, batch = ScoredLM(tiny_model()), batch_of(6)
-    endless = Anchors(SAMPLING, ())
-    lengths = [len(prompt) for prompt in prompts_of(batch)]
+    endless = AnchorSampler(SAMPLING, ())
+    lengths = [len(prompt) for prompt in pair_prompt_ids(batch)]
     limit = max(lengths)
     assert min(lengths) + 2 <= limit
     found = responses(replace(endless, limit=limit), policy, batch)
@@ -125,7 +125,7 @@ def test_other_layouts_and_sharded_weights_are_refused() -> None:
         MAKER(policy, collate(make_examples(3), packed_layout, 0, 3), 0)
     with torch.device("meta"):
         spread = ScoredLM(tiny_model().to("meta"))
-    with pytest.raises(UserError, match=r"the policy's weights are sharded: set trainer\.strategy=auto"):
+    with pytest.raises(UserError, match=r"but its weights are sharded: set trainer\.strategy=auto"):
         MAKER(spread, batch_of(3), 0)
 
 
@@ -134,7 +134,7 @@ def test_other_layouts_and_sharded_weights_are_refused() -> None:
 
 def make_module(steps: int, objective: TIDPO) -> PreferenceModule:
     assert isinstance(objective, AnchoredObjective)
-    makers = {"anchor": Anchors(objective.anchor, ENDS)} if objective.gamma_triplet else {}
+    makers = {"anchor": AnchorSampler(objective.anchor, ENDS)} if objective.gamma_triplet else {}
     optimizer = Optimizer(lr=1e-2, warmup=2.0)
     reference = freeze(ScoredLM(tiny_model()))
     return PreferenceModule(ScoredLM(tiny_model()), reference, objective, optimizer, steps, Gradient(), makers)
@@ -176,7 +176,7 @@ def test_a_resumed_run_samples_the_same_anchors(fit: Fit, tmp_path: Path) -> Non
 def test_the_module_reads_the_policy_s_own_gradient() -> None:
     """The weights in the batch are those of the statistic, detached; the objective's gradient is the step's alone."""
     module, batch = make_module(2, replace(OBJECTIVE, gamma_triplet=0.0)), batch_of(3)
-    module.establish(training=True)
+    module.set_modes(training=True)
     scored = module.score(batch)
     found = input_gradient(module.policy, batch.main)
     expected = Gradient().weights(replace(scored[1], input_gradient=found), None, batch)

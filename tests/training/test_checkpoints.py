@@ -19,10 +19,16 @@ from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import UserError
 from attnpo.training import checkpoints
-from attnpo.training.checkpoint_folders import STATE, read_account, replace_folder, tidy, whole
+from attnpo.training.checkpoint_folders import (
+    STATE,
+    complete_folder,
+    finish_replacement,
+    read_checkpoint_info,
+    replace_folder,
+)
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint
 from attnpo.training.export import Exporter
-from attnpo.training.resume_state import KEY, Continuation
+from attnpo.training.resume_state import KEY, ExactResume
 from attnpo.training.settings import CallbackSettings, TrainerSettings
 from attnpo.training.trainer import make_callbacks
 from tests.training.tiny import Fit, Rows, make_data, make_examples, make_module
@@ -51,7 +57,7 @@ class Remember(L.Callback):
 def folders(place: Path, tokenizer: Tokenizer, mode: str = "min") -> tuple[L.Callback, ...]:
     exporter = Exporter(tokenizer)
     best = BestCheckpoint(place / "best", exporter, "val/loss", mode)
-    return Continuation(), LastCheckpoint(place / "last", exporter), best
+    return ExactResume(), LastCheckpoint(place / "last", exporter), best
 
 
 def by_step(rows: Rows, name: str) -> dict[int, float]:
@@ -83,7 +89,7 @@ def test_best_is_the_best_and_last_the_last(fit: Fit, tmp_path: Path, tokenizer:
         assert same(AutoModelForCausalLM.from_pretrained(folder).state_dict(), seen.weights[step])
         assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
     assert not same(seen.weights[1], seen.weights[5])
-    assert read_account(tmp_path / "best") == {"step": best, "val/loss": pytest.approx(losses[best])}
+    assert read_checkpoint_info(tmp_path / "best") == {"step": best, "val/loss": pytest.approx(losses[best])}
     held = module.policy.model.state_dict()
     assert set(state_in(tmp_path / "last")["state_dict"]) == {f"policy.model.{name}" for name in held}
     size = sum(value.numel() * value.element_size() for value in held.values())
@@ -117,14 +123,14 @@ def test_a_monitor_that_a_resumed_run_never_logged_is_refused_before_its_first_s
     fit: Fit, tmp_path: Path, tokenizer: Tokenizer, validate_every: int
 ) -> None:
     """Names come from the last validation, or from the one before training."""
-    data, past, steps = make_examples(20), Continuation(), Steps()
+    data, past, steps = make_examples(20), ExactResume(), Steps()
     past.first = {} if validate_every == 1 else {"val/loss": 0.7, "val/rewards/accuracies": 0.5}
     last = LastCheckpoint(tmp_path / "last", Exporter(tokenizer), every=1)
     keep = Keep(tmp_path / "last" / STATE, tmp_path / "2.ckpt", 2)
     arguments: dict[str, object] = {"epochs": 1, "validate_every": validate_every}
     fit(make_module(3), make_data(data, PLAN), steps=3, callbacks=(past, last, keep), **arguments)
     best = BestCheckpoint(tmp_path / "best", Exporter(tokenizer), "val/acuracy")
-    callbacks = (Continuation(), best, steps)
+    callbacks = (ExactResume(), best, steps)
     with pytest.raises(UserError, match=UNKNOWN):
         more: dict[str, object] = {"callbacks": callbacks, "resume": tmp_path / "2.ckpt", **arguments}
         fit(make_module(3), make_data(data, PLAN), steps=3, **more)
@@ -155,7 +161,7 @@ class Spy(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *rest: object) -> None:
         if (self.folder / STATE).is_file():
             step = state_in(self.folder)["global_step"]
-            assert read_account(self.folder)["step"] == step
+            assert read_checkpoint_info(self.folder)["step"] == step
             self.seen.setdefault(trainer.global_step, (step, (self.folder / "model.safetensors").is_file()))
 
 
@@ -166,7 +172,7 @@ def test_last_is_saved_every_so_many_steps_and_exported_at_the_end(
     last = LastCheckpoint(tmp_path / "last", Exporter(tokenizer), every=2)
     spy = Spy(tmp_path / "last")
     data = make_data(make_examples(24), PLAN)
-    fit(make_module(6), data, steps=6, epochs=2, validate_every=3, callbacks=(Continuation(), last, spy))
+    fit(make_module(6), data, steps=6, epochs=2, validate_every=3, callbacks=(ExactResume(), last, spy))
     assert spy.seen == {2: (2, False), 3: (3, False), 4: (4, False), 5: (4, False)}
     assert state_in(tmp_path / "last")["global_step"] == 6
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "last").config.vocab_size == 40
@@ -182,7 +188,7 @@ def test_validation_once_an_epoch_is_when_folders_are_saved(fit: Fit, tmp_path: 
     assert spy.seen == {3: (3, False), 4: (3, False), 5: (3, False)}
     losses = by_step(rows[1:], "val/loss")
     assert sorted(losses) == [3, 6]
-    assert read_account(tmp_path / "best")["val/loss"] == pytest.approx(min(losses.values()))
+    assert read_checkpoint_info(tmp_path / "best")["val/loss"] == pytest.approx(min(losses.values()))
 
 
 def test_a_resumed_run_keeps_a_better_best(fit: Fit, tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -190,12 +196,12 @@ def test_a_resumed_run_keeps_a_better_best(fit: Fit, tmp_path: Path, tokenizer: 
     data = make_examples(40)
     arguments: dict[str, object] = {"epochs": 1, "validate_every": 1}
     fit(make_module(5, lr=LOUD), make_data(data, PLAN), steps=3, callbacks=folders(tmp_path, tokenizer), **arguments)
-    before = read_account(tmp_path / "best")
+    before = read_checkpoint_info(tmp_path / "best")
     arguments |= {"callbacks": folders(tmp_path, tokenizer), "resume": tmp_path / "last" / STATE}
     rows = fit(make_module(5, lr=LOUD), make_data(data, PLAN), steps=5, **arguments)
     losses = by_step(rows, "val/loss")
     assert sorted(losses) == [4, 5] and min(losses.values()) > before["val/loss"], (losses, before)
-    assert read_account(tmp_path / "best") == before
+    assert read_checkpoint_info(tmp_path / "best") == before
     assert state_in(tmp_path / "best")["global_step"] == before["step"]
 
 
@@ -238,10 +244,13 @@ def test_an_export_that_fails_leaves_the_save_before(fit: Fit, tmp_path: Path, t
     """At the end of training: one line that names path, free space and what there is to go on from."""
     last = LastCheckpoint(tmp_path / "last", Full(tokenizer), every=1)
     with pytest.raises(UserError) as refused:
-        fit(make_module(3), make_data(make_examples(20), PLAN), steps=3, epochs=1, callbacks=(Continuation(), last))
+        fit(make_module(3), make_data(make_examples(20), PLAN), steps=3, epochs=1, callbacks=(ExactResume(), last))
     said = str(refused.value)
     assert "\n" not in said and said.startswith(f"cannot save optimiser step 3 to {tmp_path / 'last'} (")
-    assert f"saved last is step 2, in {tmp_path / 'last'}: make room, then go on with resume=auto" in said
+    assert (
+        f"the last saved step is 2, in {tmp_path / 'last'}: free some disk space, then continue with resume=auto"
+        in said
+    )
     assert int(said.partition(" bytes (")[0].rpartition(" ")[2]) > 0 and "too large" in said
     assert state_in(tmp_path / "last")["global_step"] == 2
     assert [path.name for path in tmp_path.glob("last*")] == ["last"]
@@ -253,7 +262,7 @@ def test_a_state_that_cannot_be_written_is_told(
 ) -> None:
     """torch says so with a RuntimeError of many lines."""
     callbacks = (FullAt(step, monkeypatch), *folders(tmp_path, tokenizer))
-    stands = "nothing is saved yet: " if step == 1 else f"saved last is step 1, in {tmp_path / 'last'}: "
+    stands = "nothing was saved before: " if step == 1 else f"the last saved step is 1, in {tmp_path / 'last'}: "
     with pytest.raises(UserError, match=re.escape(stands)) as refused:
         fit(
             make_module(3), make_data(make_examples(20), PLAN), steps=3, epochs=1, validate_every=1, callbacks=callbacks
@@ -275,20 +284,26 @@ def test_a_best_that_could_not_be_saved_is_made_up_for(fit: Fit, tmp_path: Path,
         best = BestCheckpoint(place / "best", exporter)
         last = LastCheckpoint(place / "last", Exporter(tokenizer))
         module = make_module(5, lr=1e-3)  # every step is better than those before
-        callbacks = (Continuation(), last, best)
+        callbacks = (ExactResume(), last, best)
         fit(module, make_data(examples, PLAN), callbacks=callbacks, resume=resume, **arguments)
 
     run(tmp_path / "all", Exporter(tokenizer))
     for step in (2, 5):  # mid-run, the last one
-        part, said = tmp_path / f"part{step}", f"cannot save optimiser step {step} to .*saved last is step {step}, in "
+        part, said = (
+            tmp_path / f"part{step}",
+            f"cannot save optimiser step {step} to .*the last saved step is {step}, in ",
+        )
         with pytest.raises(UserError, match=said + ".*last"):
             run(part, FullBest(tokenizer))
         assert state_in(part / "last")["global_step"] == step
-        assert read_account(part / "best")["step"] < step and not (part / "best.new").exists()
+        assert read_checkpoint_info(part / "best")["step"] < step and not (part / "best.new").exists()
         run(part, Exporter(tokenizer), part / "last" / STATE)
         for name in ("best", "last"):
             mine, theirs = part / name, tmp_path / "all" / name
-            assert read_account(mine) == read_account(theirs) and read_account(mine)["step"] >= step
+            assert (
+                read_checkpoint_info(mine) == read_checkpoint_info(theirs)
+                and read_checkpoint_info(mine)["step"] >= step
+            )
             assert (mine / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
             states = state_in(mine), state_in(theirs)
             assert states[0]["PreferenceDataModule"] == states[1]["PreferenceDataModule"]
@@ -341,13 +356,13 @@ def test_a_kill_leaves_a_whole_folder_that_is_tidied(tmp_path: Path, moment: str
             if text is not None:
                 (place / name).mkdir(parents=True)
                 (place / name / STATE).write_text(text)
-    tidy(tmp_path / "tidied" / "last")
+    finish_replacement(tmp_path / "tidied" / "last")
     stands = {path.name: (path / STATE).read_text() for path in (tmp_path / "tidied").iterdir()}
     assert stands == ({} if newest is None else {"last": newest})
     last = tmp_path / "saved" / "last"
 
     def found() -> str | None:
-        state = whole(last) / STATE
+        state = complete_folder(last) / STATE
         return state.read_text() if state.is_file() else None
 
     assert found() == newest

@@ -35,7 +35,7 @@ from attnpo.schema import UserError
 from attnpo.system.files import write_checksums
 from attnpo.text.chat import ChatFormat
 from attnpo.training.export import Exporter
-from attnpo.training.module import shard
+from attnpo.training.module import shard_model
 from tests.conformance.family_models import tiny_model
 from tests.training.tiny import SHAPE
 
@@ -190,7 +190,7 @@ def test_generation_settings_that_cannot_be_saved_cost_no_export(
         model.save_pretrained(tmp_path / "plain")
     with caplog.at_level(logging.WARNING):
         Exporter(tokenizer).export(model, tmp_path / "ours")
-    assert "left out of the export" in caplog.text
+    assert "so the export leaves them out" in caplog.text
     assert GenerationConfig.from_pretrained(tmp_path / "ours").eos_token_id == tokenizer.eos_token_id
 
 
@@ -305,7 +305,7 @@ def test_adapters_lie_beside_the_merged_weights_as_peft_reads_them(
     assert torch.equal(logits(again.eval()), logits(trained))
     assert again.peft_config["default"].base_model_name_or_path == str(base)
     card = (out / "README.md").read_text()
-    assert "of the policy as it was trained, adapters beside the base in " + ("4 bits" if quantize else "bf") in card
+    assert "on the policy as trained, with unmerged adapters on the base in " + ("4 bits" if quantize else "bf") in card
     assert "The merged weights differ from that policy: rounding the merged weights to bfloat16 lost " in card
 
 
@@ -354,7 +354,7 @@ def test_a_sharded_policy_is_exported_whole(tokenizer: Tokenizer, tmp_path: Path
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        shard(model, init_device_mesh("cpu", (1,)))
+        shard_model(model, init_device_mesh("cpu", (1,)))
         assert merge_state_dict(model, keep=False) == {}
         Exporter(tokenizer).export(model, tmp_path / "elsewhere", write=False)
         assert not (tmp_path / "elsewhere").exists()

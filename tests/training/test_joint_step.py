@@ -25,7 +25,7 @@ from attnpo.objectives.tdpo import TDPO1, TDPO2
 from attnpo.objectives.terms import AnchorOn
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
-from attnpo.training.module import PreferenceModule, shard
+from attnpo.training.module import PreferenceModule, shard_model
 from attnpo.training.optimizer import Optimizer
 from tests.training.tiny import SHAPE, VOCAB, Fit, make_data, make_examples
 
@@ -281,9 +281,9 @@ def test_shards_give_the_same_step(one_rank: None, adapted: bool) -> None:
         if sharded:
             mesh = init_device_mesh("cpu", (1,))
             for scored in (policy,) if adapted else (policy, reference):
-                shard(scored, mesh)
+                shard_model(scored, mesh)
         module = PreferenceModule(policy, reference, OBJECTIVES["tdpo2"], Optimizer(lr=1e-3), 1)
-        module.establish(training=True)
+        module.set_modes(training=True)
         loss = module.score(collate(examples, padded_layout, 0, 3))[3].losses.mean()
         loss.backward()
         found.append((loss.item(), gradients(policy.model)))

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from attnpo.schema import UserError
-from attnpo.training.loggers import STEP, TrackedRun, kept_id, make_loggers, open_loggers, trackers
+from attnpo.training.loggers import (
+    STEP,
+    WandbRunLogger,
+    load_or_create_run_id,
+    make_loggers,
+    open_loggers,
+    wandb_loggers,
+)
 from attnpo.training.metrics_file import LOGS
 from attnpo.training.settings import LoggerSettings, WandbSettings
 from tests.training.wandb_files import keep_home, only, records, rows, sessions, values
@@ -25,7 +32,7 @@ def test_a_run_is_recorded_by_optimiser_step_with_its_plain_config_and_prints_no
 ) -> None:
     config = {"objective": {"beta": 0.1}, "batch": {"pairs": 4}, "tags": ["x"], "seeds": None}
     with open_loggers(OFFLINE, tmp_path / "run", config) as loggers:
-        tracker = trackers(loggers)[0]
+        tracker = wandb_loggers(loggers)[0]
         tracker.log_metrics({"val/loss": 0.7}, step=0)
         tracker.log_metrics({"train/loss": 0.6}, step=0)
         tracker.log_metrics({"train/loss": 0.5}, step=1)
@@ -75,17 +82,17 @@ def test_a_resumed_session_continues_the_id_and_another_run_has_its_own(tmp_path
 
 
 def test_the_id_survives_rubbish_and_a_sweep_may_give_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = kept_id(tmp_path)
-    assert kept_id(tmp_path) == made and len(made) == 8
+    made = load_or_create_run_id(tmp_path)
+    assert load_or_create_run_id(tmp_path) == made and len(made) == 8
     (tmp_path / LOGS / "wandb.json").write_text("{")
-    assert kept_id(tmp_path) != made
+    assert load_or_create_run_id(tmp_path) != made
     monkeypatch.setenv("WANDB_RUN_ID", "of-the-agent")
-    assert kept_id(tmp_path / "swept") == "of-the-agent" != kept_id(tmp_path)
+    assert load_or_create_run_id(tmp_path / "swept") == "of-the-agent" != load_or_create_run_id(tmp_path)
 
 
 def test_two_runs_at_once_do_not_mix(tmp_path: Path) -> None:
     """A run that is open elsewhere in the process is neither written to nor closed."""
-    pair = [TrackedRun(WandbSettings(mode="offline"), tmp_path / name, {}) for name in ("a", "b")]
+    pair = [WandbRunLogger(WandbSettings(mode="offline"), tmp_path / name, {}) for name in ("a", "b")]
     for number, tracker in enumerate(pair):
         tracker.log_metrics({"value": float(number)}, step=0)
     pair[0].close("success")
@@ -101,7 +108,7 @@ def test_a_run_that_logged_nothing_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_online_without_an_account_names_the_ways_out(tmp_path: Path) -> None:
-    tracker = TrackedRun(WandbSettings(mode="online"), tmp_path / "run", {})
+    tracker = WandbRunLogger(WandbSettings(mode="online"), tmp_path / "run", {})
     with pytest.raises(UserError, match=r"wandb login.*logger\.wandb\.mode=offline.*logger=csv"):
         tracker.log_metrics({"value": 1.0}, step=0)
 
@@ -121,5 +128,5 @@ def test_a_missing_package_is_named_before_anything_starts(tmp_path: Path, monke
     with pytest.raises(UserError, match=r"logger=wandb needs the package wandb.*pip install wandb.*logger=csv"):
         make_loggers(OFFLINE, tmp_path / "run", {})
     alone = make_loggers(LoggerSettings(), tmp_path / "run", {})
-    assert len(alone) == 1 and trackers(alone) == []
+    assert len(alone) == 1 and wandb_loggers(alone) == []
     assert not (tmp_path / "run").exists()

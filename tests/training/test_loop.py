@@ -14,9 +14,9 @@ from attnpo.models.layouts import padded_layout
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
-from attnpo.training.callbacks import LARGE, _total
-from attnpo.training.nonfinite import peak
-from attnpo.training.resume_state import Continuation
+from attnpo.training.callbacks import LARGE, _sum_in_float64
+from attnpo.training.nonfinite import max_magnitude
+from attnpo.training.resume_state import ExactResume
 from attnpo.training.settings import TrainerSettings
 from tests.objectives.inputs import objective_of
 from tests.training.stored import epoch_order, stored_data, stored_reference
@@ -87,9 +87,9 @@ def test_validation_once_an_epoch_comes_after_its_last_step(fit: Fit, tmp_path: 
 
     arguments: dict[str, object] = {"steps": 9, "epochs": 3, "validate_every": "epoch"}
     data = make_examples(20)
-    rows = fit(make_module(9), make_data(data, plan), callbacks=(Continuation(), Save()), **arguments)
+    rows = fit(make_module(9), make_data(data, plan), callbacks=(ExactResume(), Save()), **arguments)
     assert [int(row["step"]) for row in rows if "val/loss" in row] == [0, 3, 6, 9]
-    more = fit(make_module(9), make_data(data, plan), callbacks=(Continuation(),), resume=path, **arguments)
+    more = fit(make_module(9), make_data(data, plan), callbacks=(ExactResume(),), resume=path, **arguments)
     assert [int(row["step"]) for row in more if "val/loss" in row] == [6, 9]
     assert more[-1]["val/loss"] == pytest.approx(rows[-1]["val/loss"], rel=1e-6)
 
@@ -169,11 +169,11 @@ def test_weights_are_read_as_norms_and_sums_are(dtype: torch.dtype) -> None:
     """Also where a matrix is so large that its rows are summed first: one rounding step in each hundredth weight."""
     before = torch.randn(300, 400, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert before.numel() > LARGE
-    assert float(peak(before)) == float(torch.linalg.vector_norm(before, float("inf")))
-    assert float(_total(before)) == pytest.approx(float(before.double().sum()), rel=1e-5)
+    assert float(max_magnitude(before)) == float(torch.linalg.vector_norm(before, float("inf")))
+    assert float(_sum_in_float64(before)) == pytest.approx(float(before.double().sum()), rel=1e-5)
     moved = before.clone()
     moved.view(-1)[::100] = torch.nextafter(before.view(-1)[::100], torch.full((1,), 9, dtype=dtype))
-    assert float(_total(moved)) != float(_total(before))
+    assert float(_sum_in_float64(moved)) != float(_sum_in_float64(before))
     for bad in (float("nan"), float("inf"), float("-inf")):
         moved[7, 5] = bad
-        assert not peak(moved).isfinite()
+        assert not max_magnitude(moved).isfinite()

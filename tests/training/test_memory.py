@@ -168,7 +168,7 @@ def test_weights_gradients_and_moments_are_what_a_model_holds(optimizer: Optimiz
     if optimizer.moments == "8bit":
         pytest.importorskip("torchao")
     model = made(small(), "float32")
-    made_optimizer = optimizer.make(model.parameters())
+    made_optimizer = optimizer.build(model.parameters())
     model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
     if optimizer.moments == "8bit":
         from torchao.optim.subclass_8bit import OptimState8bit

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attnpo.data.rules import BatchPlan
 from attnpo.models.backbone import freeze
 from attnpo.schema import UserError
-from attnpo.training.module import PreferenceModule, check_ready
+from attnpo.training.module import PreferenceModule, check_models
 from attnpo.training.trainer import quiet_lightning
 from tests.training.stored import epoch_order
 from tests.training.tiny import Copies, Fit, column, make_data, make_examples, make_module
@@ -90,8 +90,8 @@ def test_a_reference_that_cannot_be_frozen_is_refused() -> None:
     assert module.reference is not None
     module.reference.requires_grad_(True)
     with pytest.raises(UserError, match="reference must be in eval mode and without gradients"):
-        check_ready(module.policy, module.reference, rounding=False)
-    check_ready(module.policy, freeze(module.reference), rounding=False)
+        check_models(module.policy, module.reference, rounding=False)
+    check_models(module.policy, freeze(module.reference), rounding=False)
 
 
 def test_an_activation_that_both_models_share_has_one_mode() -> None:
@@ -101,10 +101,10 @@ def test_an_activation_that_both_models_share_has_one_mode() -> None:
     shared = torch.nn.ReLU().eval()
     for model in (module.policy, module.reference):
         model.add_module("act", shared)
-    check_ready(module.policy, module.reference, rounding=False)
+    check_models(module.policy, module.reference, rounding=False)
     module.policy.add_module("own", torch.nn.ReLU().eval())
     with pytest.raises(UserError, match=r"1 modules of the policy stay in eval mode \(first: own\)"):
-        check_ready(module.policy, module.reference, rounding=False)
+        check_models(module.policy, module.reference, rounding=False)
 
 
 # ---------------------------------------------------------------------------------------------------- number formats
@@ -137,17 +137,17 @@ def test_weights_in_half_precision_need_stochastic_rounding() -> None:
     with pytest.raises(
         UserError, match=r"1 of \d+ trained parameters are not float32 \(first: .*lm_head.weight, torch.bf"
     ):
-        check_ready(module.policy, None, rounding=False)
-    check_ready(module.policy, None, rounding=True)
+        check_models(module.policy, None, rounding=False)
+    check_models(module.policy, None, rounding=True)
     module.policy.model.lm_head.requires_grad_(False)
-    check_ready(module.policy, None, rounding=False)  # a frozen base may be short
+    check_models(module.policy, None, rounding=False)  # a frozen base may be short
 
 
 def test_a_policy_without_anything_to_train_is_refused(fit: Fit) -> None:
     module = make_module(3)
     module.policy.requires_grad_(False)
-    with pytest.raises(UserError, match="no parameter with requires_grad"):
-        check_ready(module.train().policy, None, rounding=False)
+    with pytest.raises(UserError, match="no parameter of the policy has requires_grad"):
+        check_models(module.train().policy, None, rounding=False)
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints
@@ -194,7 +194,7 @@ def test_a_checkpoint_of_other_weights_is_refused(fit: Fit, tmp_path: Path) -> N
     path = tmp_path / "2.ckpt"
     save_state(fit, tmp_path, partly_frozen(5))
     with pytest.raises(
-        UserError, match=r"do not fit the 21 trained ones .* 12 missing \(first: policy\.model\."
+        UserError, match=r"does not match the 21 trained weights .* 12 missing \(first: policy\.model\."
     ) as error:
         resume(fit, path, make_module(5))
     assert "unexpected" not in str(error.value) and "shape" not in str(error.value)
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_other_weights_is_refused(fit: Fit, tmp_path: Path) -> N
     ):
         resume(fit, path, wide)
     torch.save({"state_dict": {}, "pytorch-lightning_version": L.__version__}, path)
-    with pytest.raises(UserError, match="does not name the weights it holds"):
+    with pytest.raises(UserError, match="has no list of trained weights"):
         resume(fit, path, make_module(5))
 
 

@@ -18,8 +18,8 @@ from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, UserError, join_names
 from attnpo.training.metrics_file import merge_metrics
-from attnpo.training.nonfinite import SHOWN, MicroBatchRecord, advice, save_step
-from attnpo.training.pair_values import pair_values, read_tokens
+from attnpo.training.nonfinite import SHOWN, MicroBatchRecord, save_nonfinite_step, suggest_settings
+from attnpo.training.pair_values import pair_values, tokens_per_pair
 from tests.training.stored import epoch_order, spoil, stored_data, stored_reference
 from tests.training.tiny import Fit, make_data, make_examples, make_module
 
@@ -44,12 +44,12 @@ def test_a_bad_pair_stops_training_before_its_step(
         fit(module, stored_data(spoiled, PLAN), steps=3, epochs=1, folder=tmp_path / "bad")
     fit(good, stored_data(examples, PLAN), steps=3, epochs=1, max_steps=1)
     before, after = good.policy.state_dict(), module.policy.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before), "the weights are those of step 1"
+    assert all(torch.equal(before[name], after[name]) for name in before), "with the weights of step 1"
     text = str(error.value)
     path = tmp_path / "bad" / "nonfinite-step-2.pt"
     assert text.startswith(
         f"the loss of optimiser step 2 is not finite for 1 of 8 pairs: pair{bad} (not finite there: "
-        "reference log-probs). Training stopped before this step, the weights are those of step 1; "
+        "reference log-probs). Training stopped before this step, with the weights of step 1; "
     )
     assert str(path) in text and "optimizer.lr (now 0.01)" in text and "objective.beta" in text and "\n" not in text
     record_property("bad input", (f"a loss of {value}", text, "nothing: stopped before the step, its batch saved"))
@@ -176,17 +176,21 @@ def make_record(count: int, bad: tuple[int, ...], spoil_with: str = "policy") ->
 
 
 def test_eight_pairs_are_named_and_the_others_counted(tmp_path: Path) -> None:
-    text = save_step([make_record(12, tuple(range(10)), "weights")], {}, tmp_path / "step.pt", 5, 1, leads=True)
+    text = save_nonfinite_step(
+        [make_record(12, tuple(range(10)), "weights")], {}, tmp_path / "step.pt", 5, 1, leads=True
+    )
     assert "10 of 12 pairs: pair0, pair1, pair2, pair3, pair4, pair5, pair6, pair7 and 2 more (" in text
     assert "(not finite there: token weights)" in text
-    assert "trainer.precision=32-true (now bf16-mixed)" in advice(1e-6, "another objective.beta", "bf16-mixed")
+    assert "trainer.precision=32-true (now bf16-mixed)" in suggest_settings(
+        1e-6, "another objective.beta", "bf16-mixed"
+    )
     assert torch.load(tmp_path / "step.pt", weights_only=True)["pairs"] == [f"pair{i}" for i in range(10)]
     assert join_names(["a", "b"], SHOWN) == "a, b"
 
 
 def test_a_step_that_cannot_be_saved_is_told_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    text = save_step([make_record(3, (1,))], {}, tmp_path / "file" / "step.pt", 2, 1, leads=True)
+    text = save_nonfinite_step([make_record(3, (1,))], {}, tmp_path / "file" / "step.pt", 2, 1, leads=True)
     assert "1 of 3 pairs: pair1 (not finite there: policy log-probs)" in text and "could not be saved" in text
 
 
@@ -197,7 +201,7 @@ def test_nothing_is_looked_at_before_the_optimiser_steps() -> None:
     assert batch.main.reference_logps is not None
     stats, reference = TokenStats(logps), TokenStats(batch.main.reference_logps)
     output = TwDPO(0.5)(stats, reference, batch)
-    kept = MicroBatchRecord.of(batch, stats, reference, output)
-    values: dict[str, Tensor] = {**pair_values(stats, output, batch), "tokens": read_tokens(batch)}
+    kept = MicroBatchRecord.from_output(batch, stats, reference, output)
+    values: dict[str, Tensor] = {**pair_values(stats, output, batch), "tokens": tokens_per_pair(batch)}
     assert kept.losses.is_meta and all(value.is_meta for value in values.values())
     assert not kept.losses.requires_grad and not kept.policy.logps.requires_grad, "no graph is kept"

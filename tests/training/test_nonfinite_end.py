@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from attnpo.cli.entry import run_entry
 from attnpo.fit import main
-from attnpo.training.checkpoint_folders import read_account
+from attnpo.training.checkpoint_folders import read_checkpoint_info
 from attnpo.training.module import PreferenceModule
 from tests.run.worlds import World, build_world
 
@@ -61,7 +61,7 @@ def test_a_rate_that_throws_the_last_step_out_of_range(
 ) -> None:
     text = refused(run(world, tmp_path, "optimizer.lr=1e38", "trainer.max_steps=1"), capsys)
     assert "the weights are not finite after optimiser step 1: 20 of 20 trained parameters (first: model.embed" in text
-    assert "no checkpoint is saved" in text and "optimizer.lr (now 1e+38)" in text
+    assert "no checkpoint was saved" in text and "optimizer.lr (now 1e+38)" in text
     assert {path.name for path in (tmp_path / "run").iterdir()}.isdisjoint({"result.json", "last", "best"})
 
 
@@ -91,10 +91,10 @@ def test_a_last_update_that_leaves_no_number(
     folder = tmp_path / "run"
     assert not (folder / "result.json").exists() and not (folder / "best").exists()
     if "callbacks=none" in more:
-        assert "no checkpoint is saved" in text and not (folder / "last").exists()
+        assert "no checkpoint was saved" in text and not (folder / "last").exists()
         return
-    assert f"saved last is step {STEPS - 1}, in {folder / 'last'}" in text
-    assert read_account(folder / "last")["step"] == STEPS - 1
+    assert f"the last saved step is {STEPS - 1}, in {folder / 'last'}" in text
+    assert read_checkpoint_info(folder / "last")["step"] == STEPS - 1
     state = torch.load(folder / "last" / "state.ckpt", weights_only=True)["state_dict"]
     assert all(bool(weight.isfinite().all()) for weight in state.values())
 
@@ -106,7 +106,7 @@ def test_no_checkpoint_of_such_weights_takes_the_place_of_a_sound_one(
     poison["2"] = float("nan")
     text = refused(run(world, tmp_path, "callbacks.save_every=1"), capsys)
     assert "the weights are not finite after optimiser step 2: " in text
-    assert read_account(tmp_path / "run" / "last")["step"] == 1
+    assert read_checkpoint_info(tmp_path / "run" / "last")["step"] == 1
     poison.clear()
     assert run(world, tmp_path, "callbacks.save_every=1", "resume=auto") == 0
     weights = load_file(tmp_path / "run" / "last" / "model.safetensors")

@@ -18,7 +18,7 @@ from attnpo.models.spec import LoraSpec
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.run import combinations as settings
 from attnpo.schema import UserError
-from attnpo.training.optimizer import Optimizer, fusible
+from attnpo.training.optimizer import Optimizer, can_fuse
 from tests.conformance.family_models import tiny_model
 from tests.training.tiny import Fit, make_data, make_examples, make_module
 
@@ -78,7 +78,7 @@ def torchao(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_the_default_is_plain_adamw_with_the_numbers_of_the_recipe() -> None:
     parameters, twins = weights(), weights()
-    optimizer = Optimizer(**NUMBERS).make(parameters)
+    optimizer = Optimizer(**NUMBERS).build(parameters)
     assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"] is True
     descend(optimizer, parameters)
     descend(torch.optim.AdamW(twins, **NUMBERS), twins)
@@ -87,8 +87,8 @@ def test_the_default_is_plain_adamw_with_the_numbers_of_the_recipe() -> None:
 
 def test_one_kernel_takes_plain_tensors_of_one_device() -> None:
     plain, elsewhere = weights(), [torch.nn.Parameter(torch.empty(2, device="meta"))]
-    assert fusible(plain) and not fusible(plain + elsewhere) and not fusible(elsewhere)
-    optimizer = Optimizer(**NUMBERS).make(elsewhere)
+    assert can_fuse(plain) and not can_fuse(plain + elsewhere) and not can_fuse(elsewhere)
+    optimizer = Optimizer(**NUMBERS).build(elsewhere)
     assert not optimizer.defaults["fused"]
 
 
@@ -97,7 +97,7 @@ def test_lightning_clips_under_bf16_mixed_with_the_fused_kernel() -> None:
     from lightning.pytorch.plugins.precision import MixedPrecision
 
     parameters = weights()
-    optimizer = Optimizer().make(parameters)
+    optimizer = Optimizer().build(parameters)
     sum(parameter.sum() for parameter in parameters).backward()
     MixedPrecision("bf16-mixed", "cpu").clip_gradients(optimizer, 1.0)
     assert torch.nn.utils.get_total_norm([p.grad for p in parameters]).item() == pytest.approx(1.0, rel=1e-4)
@@ -125,9 +125,9 @@ def test_a_warm_up_from_zero_is_hugging_faces(schedule: str, warmup: float, step
     """In every step of warm-up and decay; from the first on it is one step ahead until the warm-up is over."""
     theirs = hugging_face(schedule, steps, total)
     zero, first = (Optimizer(warmup=warmup, schedule=schedule, warmup_from=start) for start in ("zero", "first"))
-    assert [zero.factor(step, total) for step in range(total)] == pytest.approx(theirs, abs=1e-12)
+    assert [zero.lr_factor(step, total) for step in range(total)] == pytest.approx(theirs, abs=1e-12)
     ahead = [*theirs[1 : steps + 1], *theirs[steps:]]
-    assert [first.factor(step, total) for step in range(total)] == pytest.approx(ahead, abs=1e-12)
+    assert [first.lr_factor(step, total) for step in range(total)] == pytest.approx(ahead, abs=1e-12)
     assert Optimizer() == Optimizer(warmup_from="first")
 
 
@@ -222,8 +222,8 @@ def test_8bit_moments_are_torchaos_with_every_number_of_the_recipe(
     """That the library compiles in the first step is said before it."""
     parameters = weights(torch.bfloat16)
     with caplog.at_level("INFO", "attnpo"):
-        Optimizer(**NUMBERS, moments="8bit", stochastic_rounding=rounding).make(iter(parameters))
-    assert "torchao compiles its update in the first step, which takes up to a minute longer" in caplog.text
+        Optimizer(**NUMBERS, moments="8bit", stochastic_rounding=rounding).build(iter(parameters))
+    assert "torchao compiles its update in the first step, which takes up to a minute" in caplog.text
     (group,) = torchao[0].pop("params")
     assert len(torchao) == 1 and all(a is b for a, b in zip(group["params"], parameters, strict=True))
     rest = {"amsgrad": False, "block_size": 256, "bf16_stochastic_round": rounding}
@@ -233,15 +233,15 @@ def test_8bit_moments_are_torchaos_with_every_number_of_the_recipe(
 def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(UserError, match=r"pip install 'attnpo\[opt8bit\]'"):
-        Optimizer(moments="8bit").make(weights())
+        Optimizer(moments="8bit").build(weights())
 
 
 def test_stochastic_rounding_needs_bfloat16_weights_and_8bit_moments(torchao: list[dict[str, Any]]) -> None:
     mixed = [*weights(torch.bfloat16), *weights()]
-    with pytest.raises(UserError, match=r"for weights in bfloat16, the trained ones are float32: set model.dtype"):
-        Optimizer(moments="8bit", stochastic_rounding=True).make(mixed)
+    with pytest.raises(UserError, match=r"needs trained weights in bfloat16, but they are float32: set model.dtype"):
+        Optimizer(moments="8bit", stochastic_rounding=True).build(mixed)
     assert torchao == []
-    with pytest.raises(UserError, match=r"comes with optimizer.moments=8bit only, got moments=float32"):
+    with pytest.raises(UserError, match=r"needs optimizer.moments=8bit, got moments=float32"):
         Optimizer(stochastic_rounding=True)
     with pytest.raises(UserError, match=r"optimizer.moments must be one of float32, 8bit, got '4bit'"):
         Optimizer(moments="4bit")

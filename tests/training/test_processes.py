@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from attnpo.data.rules import BatchPlan
-from attnpo.training.checkpoint_folders import read_account
+from attnpo.training.checkpoint_folders import read_checkpoint_info
 from attnpo.training.metrics_file import read_metrics
 from tests.training.processes import in_two_processes
 from tests.training.several import CASES, STOP, Case, bad_pair, run_case
@@ -70,9 +70,9 @@ def test_a_pair_that_two_processes_cannot_share_is_left_out(folder: Path) -> Non
     assert [row["step"] for row in rows if "train/loss" in row] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "val/loss" in row] == [0, 1, 2, 3, 4]
     recipe = make_module(4).recipe
-    expected = [recipe.lr * recipe.factor(step, 4) for step in range(4)]
+    expected = [recipe.lr * recipe.lr_factor(step, 4) for step in range(4)]
     assert column(rows, "train/lr") == pytest.approx(expected), "the cosine ends with the fourth step"
-    assert recipe.factor(4, 4) == 0.0
+    assert recipe.lr_factor(4, 4) == 0.0
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -113,8 +113,8 @@ def test_every_process_stops_for_weights_that_one_holds(folder: Path) -> None:
     texts = [(place / f"error{rank}.txt").read_text() for rank in range(2)]
     assert texts[0] == texts[1]
     assert f"the weights are not finite after optimiser step {STOP}: 1 of " in texts[0] and "lm_head" in texts[0]
-    assert read_account(place / "last")["step"] == STOP - 1
-    assert f"saved last is step {STOP - 1}, in {place / 'last'}" in texts[0]
+    assert read_checkpoint_info(place / "last")["step"] == STOP - 1
+    assert f"the last saved step is {STOP - 1}, in {place / 'last'}" in texts[0]
 
 
 def test_a_sharded_policy_is_exported_whole(folder: Path) -> None:

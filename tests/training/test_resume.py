@@ -10,7 +10,7 @@ from attnpo.data.rules import BatchPlan
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule
-from attnpo.training.resume_state import KEY, Continuation, random_state, set_random_state
+from attnpo.training.resume_state import KEY, ExactResume, get_random_state, set_random_state
 from tests.training.tiny import Copies, Fit, Rows, make_data, make_examples, make_module
 
 PAIRS, EPOCHS, STEPS = 20, 2, 6  # steps of 8, 8 and 4 pairs
@@ -61,13 +61,13 @@ def test_a_run_goes_on_bit_for_bit_after_every_step(
     if limit == "max_steps":
         arguments["max_steps"] = STEPS
     unbroken = shaky()
-    callbacks = (Continuation(), copies(tmp_path))
+    callbacks = (ExactResume(), copies(tmp_path))
     expected = timeless(fit(unbroken, make_data(examples, plan), callbacks=callbacks, **arguments))
     for stop in range(1, STEPS):
         if copies is Early and stop % validate_every == 0:
             continue  # saved before a validation that was due: what the run's own callbacks never do
         resumed = shaky()
-        given: dict[str, object] = {"callbacks": (Continuation(),), "resume": tmp_path / f"{stop}.ckpt", **arguments}
+        given: dict[str, object] = {"callbacks": (ExactResume(),), "resume": tmp_path / f"{stop}.ckpt", **arguments}
         rows = timeless(fit(resumed, make_data(examples, plan), **given))
         # The row of step N holds the training of step N and, where there was one, the validation before it.
         tail = [dict(row) for row in expected if row["step"] >= stop]
@@ -79,14 +79,14 @@ def test_a_run_goes_on_bit_for_bit_after_every_step(
 def test_random_states_are_at_work(fit: Fit, tmp_path: Path) -> None:
     """Without them the test above could not pass: the resumed run gives other losses."""
     examples, plan = make_examples(PAIRS), BatchPlan(8, 2)
-    callbacks = (Continuation(), Copies(tmp_path, 2))
+    callbacks = (ExactResume(), Copies(tmp_path, 2))
     arguments = {"steps": STEPS, "epochs": EPOCHS, "validate_every": 1}
     fit(unbroken := shaky(), make_data(examples, plan), callbacks=callbacks, **arguments)
     state = torch.load(tmp_path / "2.ckpt", weights_only=True)
     state[KEY]["random"] = []
     torch.save(state, tmp_path / "without.ckpt")
     resumed = shaky()
-    fit(resumed, make_data(examples, plan), callbacks=(Continuation(),), resume=tmp_path / "without.ckpt", **arguments)
+    fit(resumed, make_data(examples, plan), callbacks=(ExactResume(),), resume=tmp_path / "without.ckpt", **arguments)
     assert not same_weights(resumed, unbroken)
 
 
@@ -99,7 +99,7 @@ def test_random_states_are_plain_and_come_back(tmp_path: Path) -> None:
         return [random.random(), random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(()))]
 
     draw()  # a Gaussian number is now kept by NumPy
-    torch.save(random_state(), tmp_path / "state")
+    torch.save(get_random_state(), tmp_path / "state")
     first = draw()
     set_random_state(torch.load(tmp_path / "state", weights_only=True))
     assert draw() == first
@@ -110,10 +110,10 @@ def test_steps_may_be_cut_otherwise_when_resumed(fit: Fit, tmp_path: Path, befor
     """The counters of micro-batches are those of the new cutting: as many steps, the same pairs in each."""
     examples = make_examples(PAIRS)
     arguments = {"steps": STEPS, "epochs": EPOCHS, "validate_every": 1}
-    callbacks = (Continuation(), Copies(tmp_path))
+    callbacks = (ExactResume(), Copies(tmp_path))
     expected = fit(make_module(STEPS), make_data(examples, BatchPlan(8, before)), callbacks=callbacks, **arguments)
     for stop in (2, 3):  # mid-epoch, an epoch's last
-        given: dict[str, object] = {"callbacks": (Continuation(),), "resume": tmp_path / f"{stop}.ckpt", **arguments}
+        given: dict[str, object] = {"callbacks": (ExactResume(),), "resume": tmp_path / f"{stop}.ckpt", **arguments}
         rows = fit(make_module(STEPS), make_data(examples, BatchPlan(8, after)), **given)
         for name in ("train/loss", "train/lr", "train/grad_norm"):
             found = {row["step"]: row[name] for row in rows if name in row}

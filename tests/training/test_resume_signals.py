@@ -19,15 +19,15 @@ from attnpo.data.rules import BatchPlan
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.training import signals as interruption
-from attnpo.training.checkpoint_folders import STATE, read_account
+from attnpo.training.checkpoint_folders import STATE, read_checkpoint_info
 from attnpo.training.checkpoints import LastCheckpoint
 from attnpo.training.export import Exporter
-from attnpo.training.interrupted import Interrupted
+from attnpo.training.interrupted import RunInterrupted
 from attnpo.training.loggers import make_loggers
 from attnpo.training.metrics_file import merge_metrics, read_metrics
-from attnpo.training.resume_state import Continuation
+from attnpo.training.resume_state import ExactResume
 from attnpo.training.settings import LoggerSettings, TrainerSettings
-from attnpo.training.signals import Interruption
+from attnpo.training.signals import SignalHandler
 from attnpo.training.trainer import make_trainer, quiet_lightning
 from tests.training.processes import in_two_processes
 from tests.training.tiny import Rows, make_data, make_examples, make_module
@@ -60,9 +60,9 @@ def train(place: Path, *, devices: int, blow: L.Callback | None = None, resume: 
     """The rows of the run's metrics; raises Interrupted when a signal ended it."""
     plan = BatchPlan(8, 2)
     settings = TrainerSettings(max_epochs=2, accelerator="cpu", devices=str(devices), validate_every=4)
-    signals = Interruption()
+    signals = SignalHandler()
     last = LastCheckpoint(place / "last", Exporter(build_tokenizer(Grammar())))
-    callbacks = [Continuation(), signals, last, *([blow] if blow else [])]
+    callbacks = [ExactResume(), signals, last, *([blow] if blow else [])]
     with quiet_lightning():
         trainer = make_trainer(settings, make_loggers(LoggerSettings(), place, {}), callbacks, place, 1)
         trainer.accumulate_grad_batches = plan.accumulation_steps(trainer.world_size)
@@ -91,10 +91,10 @@ def test_training_ends_after_the_step_and_the_handlers_come_back(tmp_path: Path,
 
     for each in SIGNALS:
         signal.signal(each, record)
-    with pytest.raises(Interrupted) as stopped:
+    with pytest.raises(RunInterrupted) as stopped:
         train(tmp_path, devices=1, blow=Signal(1, (number,)))
     assert (stopped.value.signum, stopped.value.step, stopped.value.exit_status) == (number, 2, 128 + number)
-    assert stopped.value.saved == tmp_path / "last" and read_account(tmp_path / "last")["step"] == 2
+    assert stopped.value.saved == tmp_path / "last" and read_checkpoint_info(tmp_path / "last")["step"] == 2
     assert (tmp_path / "last" / "model.safetensors").is_file()
     assert not any("val/loss" in row for row in merge_metrics(tmp_path)), "no validation on the way out"
     assert heard == [] and signal.getsignal(number) is record
@@ -110,7 +110,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_signal_again_does_what_it_did_before(tmp_path: Path) -> None:
     heard: list[int] = []
     signal.signal(signal.SIGUSR1, lambda got, frame: heard.append(got))
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterrupted):
         train(tmp_path, devices=1, blow=Signal(1, (signal.SIGUSR1, signal.SIGUSR1)))
     assert heard == [signal.SIGUSR1]
 
@@ -121,7 +121,7 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt) as ended:
         train(tmp_path, devices=1, blow=Signal(1, (signal.SIGINT, signal.SIGINT)))
-    assert not isinstance(ended.value, Interrupted)
+    assert not isinstance(ended.value, RunInterrupted)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not (tmp_path / "last").exists()
 
@@ -129,11 +129,11 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
 def test_two_processes_agree_and_another_number_goes_on(tmp_path: Path) -> None:
     """A signal to the second of two; one process goes on. Then one process is stopped and two go on."""
     unbroken = train(tmp_path / "unbroken", devices=1)
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterrupted):
         train(tmp_path / "one first", devices=1, blow=Signal(3, (signal.SIGTERM,)))
     codes, output = in_two_processes([__file__, str(tmp_path)], tmp_path)
     assert codes == [0, 0], output[-6000:]
-    assert read_account(tmp_path / "two first" / "last")["step"] == 2
+    assert read_checkpoint_info(tmp_path / "two first" / "last")["step"] == 2
     train(tmp_path / "two first", devices=1, resume=tmp_path / "two first" / "last" / STATE)
     for name in ("two first", "one first"):
         rows = read_metrics(tmp_path / name / "metrics.csv")
@@ -146,13 +146,13 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     try:
         train(folder / "two first", devices=2, blow=Signal(1, (signal.SIGTERM,), rank=1))
-    except Interrupted as stop:
+    except RunInterrupted as stop:
         assert (stop.signum, stop.step) == (signal.SIGTERM, 2)
     else:
         raise AssertionError("not interrupted")
     try:
         train(folder / "late", devices=2, blow=Late())
-    except Interrupted as stop:
+    except RunInterrupted as stop:
         assert (stop.signum, stop.step, stop.saved) == (signal.SIGTERM, STEPS, folder / "late" / "last")
     else:
         raise AssertionError("the first process must hear of it too")

@@ -159,14 +159,14 @@ def test_a_resumed_run_gives_the_losses_of_an_unbroken_one(fit: Fit, tmp_path: P
 def test_a_step_that_is_not_finite_is_saved_with_its_state(fit: Fit, tmp_path: Path) -> None:
     """The file loads as ever, has z's sums and leaves out the rows ahead."""
     module = kto_module(3)
-    original = type(module)._look_ahead
+    original = type(module)._sum_rows_ahead
 
     def broken(batch: PreferenceBatch) -> dict[str, Tensor]:
         training = module.trainer.state.fn == "fit"  # the validation before it must be finite
         return {name: value * (math.nan if training else 1) for name, value in original(module, batch).items()}
 
     data = kto_data(make_examples(20), BatchPlan(8, 4))
-    module._look_ahead = broken  # type: ignore[method-assign]
+    module._sum_rows_ahead = broken  # type: ignore[method-assign]
     with pytest.raises(UserError, match="step 1 is not finite for 8 of 8 pairs"):
         fit(module, data, steps=3, epochs=1, folder=tmp_path)
     saved = torch.load(tmp_path / "nonfinite-step-1.pt", weights_only=True)

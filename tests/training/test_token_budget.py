@@ -12,7 +12,7 @@ from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
 from attnpo.models.trial import select_layout
 from attnpo.training.module import PreferenceModule
-from attnpo.training.resume_state import Continuation
+from attnpo.training.resume_state import ExactResume
 from tests.training.test_step_objective import Gradients, assert_same, kto_module
 from tests.training.tiny import Copies, Rows, make_examples, make_module, train
 
@@ -41,7 +41,7 @@ def trained(
     module: PreferenceModule, data: PreferenceDataModule, place: Path, *callbacks: L.Callback, **more: Path
 ) -> Rows:
     """Returns the rows of metrics.csv of all epochs, a validation after each step."""
-    return train(module, data, place, Continuation(), *callbacks, max_epochs=data.epochs, validate_every=1, **more)
+    return train(module, data, place, ExactResume(), *callbacks, max_epochs=data.epochs, validate_every=1, **more)
 
 
 def close(found: Rows, expected: Rows, names: tuple[str, ...], begin: int) -> None:

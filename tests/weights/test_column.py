@@ -9,8 +9,8 @@ import pytest
 
 from attnpo.config.named_files import digest_named_functions
 from attnpo.data.prepare import make_example
-from attnpo.run.other_pairs import weigh_others
-from attnpo.run.resume import contents_of
+from attnpo.run.other_pairs import weigh_other_pairs
+from attnpo.run.resume import digest_contents
 from attnpo.run.run import run
 from attnpo.schema import SIDES, EncodedResponse, Kind, PreferencePair, UserError
 from attnpo.weights.pipeline import training_weights
@@ -173,7 +173,7 @@ def with_columns(world: World, weight: float = 1.0) -> None:
 
 def contents(made: Made) -> dict[str, str]:
     """Digests of what the paths of a configuration hold."""
-    return contents_of(made.inputs, made.base, digest_named_functions(made.cfg.values))
+    return digest_contents(made.inputs, made.base, digest_named_functions(made.cfg.values))
 
 
 CHOSEN = ("weights=column", "weights.form=spans", "weights.chosen=chosen_spans", "weights.rejected=rejected_spans")
@@ -193,8 +193,8 @@ def test_a_run_trains_on_its_data_s_spans(tmp_path: Path, caplog: pytest.LogCapt
     assert example.factors and 0 < float(example.weights[0].mean()) < 1
     # Pairs of sampled answers have no such columns: no weights, and no error.
     bare = [PreferencePair.from_texts(pair.prompt, pair.chosen, pair.rejected) for pair in inputs.pairs["val"].pairs]
-    assert all(not row.any() for one in weigh_others(*others, bare) for row in one.weights)
-    assert all(row.any() for one in weigh_others(*others, inputs.pairs["val"].pairs) for row in one.weights)
+    assert all(not row.any() for one in weigh_other_pairs(*others, bare) for row in one.weights)
+    assert all(row.any() for one in weigh_other_pairs(*others, inputs.pairs["val"].pairs) for row in one.weights)
     # Another column is another run, though the pairs' ids are the same.
     before = contents(made)
     with_columns(world, 2.0)

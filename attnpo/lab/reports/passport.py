@@ -58,8 +58,8 @@ from attnpo.lab.studies.faithfulness import decisive_mass, equal_rankings, layer
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.importance import is_flipped
 from attnpo.run.folders import make_folder
-from attnpo.run.input_summary import describe_loss
-from attnpo.run.inputs import encode
+from attnpo.run.input_summary import describe_lost_weights
+from attnpo.run.inputs import encode_splits
 from attnpo.run.resolve import resolve
 from attnpo.schema import SIDES, PairWeights, PreferencePair, UserError, digest
 from attnpo.system.files import folder_size, format_bytes, write_atomically, write_record
@@ -106,7 +106,7 @@ def write_passport(cfg: PassportConfig) -> Path:
                 f"passport: expected labelled pairs, got none from {rows} rows of both splits: see data.path, "
                 "data.train_rows and data.columns"
             )
-        encoded = encode(pairs, base, run.lengths).encoded
+        encoded = encode_splits(pairs, base, run.lengths).encoded
         judged = judge_sample(judge, base.device, run.weights, run.align, pool_splits(encoded), run.passport)
         known = grammar if isinstance(grammar, Grammar) else None
         found = measure_judge(judged, labels, pairs, encoded, known, run.passport)
@@ -343,7 +343,7 @@ def look_at(judged: Judged, layer: int, ranked: Rankings, grammar: Grammar | Non
         "effective_share": sum(shares) / max(1, len(shares)),
         "kept_mass_chosen": arrived.kept_mass_chosen,
         "kept_mass_rejected": arrived.kept_mass_rejected,
-        "lost": describe_loss(source, judged.judge, judged.align.method, (layer,), arrived, made.tally),
+        "lost": describe_lost_weights(source, judged.judge, judged.align.method, (layer,), arrived, made.tally),
         **dict.fromkeys(("fall", "random", "gain")),
         "truth": None if grammar is None else decisive_mass(judged.shown, ranked, grammar),
     }

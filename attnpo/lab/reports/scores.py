@@ -35,7 +35,7 @@ from attnpo.lab.reports.folder_report import MODELS, letters, whose
 from attnpo.lab.reports.output import publish
 from attnpo.lab.reports.report_config import SCORES
 from attnpo.lab.results import nothing
-from attnpo.run.identity import by_class
+from attnpo.run.identity import flatten_with_classes
 from attnpo.schema import UserError, join_names
 from attnpo.system.files import find_differences
 
@@ -164,7 +164,11 @@ def conditions(result: EvaluationResult) -> dict[str, object]:
 
     As JSON has them, so that what was read and what was made compare alike.
     """
-    key = {name: value for name, value in by_class(result.key).items() if name.partition(".")[0] not in OF_MODEL}
+    key = {
+        name: value
+        for name, value in flatten_with_classes(result.key).items()
+        if name.partition(".")[0] not in OF_MODEL
+    }
     rounds = max((len(score.rounds) for score in result.scores), default=0)
     found: dict[str, object] = json.loads(json.dumps({"grader": result.grader, **key, ROUNDS: rounds}, default=str))
     return found

@@ -18,7 +18,7 @@ from attnpo.display.explorer import ExplorerPair, ExplorerView, write_explorer
 from attnpo.display.output import make_console
 from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.lab.reports.weight_report import asked_layers, each_weights, model_label, weights_label
-from attnpo.run.inputs import Inputs, encode, heat_rows
+from attnpo.run.inputs import Inputs, encode_splits, heat_map_pairs
 from attnpo.run.models import reference_table
 from attnpo.run.resolve import resolve
 from attnpo.schema import SIDES, PairWeights, UserError
@@ -49,7 +49,7 @@ def weight_explorer(cfg: ReportConfig, folder: Path) -> None:
             table = reference_table(base, run.lengths)
             setting = choices.get("setting", "prepared") if built else None
             label = model_label(run.judge, base.spec, setting) if run.label is None else run.label
-        texts = encode(read_pairs(run.data, run.weights, base.store), base, run.lengths)
+        texts = encode_splits(read_pairs(run.data, run.weights, base.store), base, run.lengths)
         recipe = ExampleRecipe(run.weights, None, [*run.transforms.values()], run.align, run.data)
         name, layered = choices.get("weights"), hasattr(run.weights, "layer")
         layers = asked_layers(run.weights, name, readers, run.layers if layered else ())
@@ -99,7 +99,7 @@ def first_pairs(
     option, _, layer = option.partition(" ")
     name = " + ".join([option, *transforms])
     pairs: dict[str, ExplorerPair] = {}
-    for combined in heat_rows(made, tokenizer, count):
+    for combined in heat_map_pairs(made, tokenizer, count):
         pair, rounds = combined.pair, () if combined.captured is None else combined.captured.rounds
         views = {ExplorerView(name, layer): replace(combined, captured=None)}
         for number, one in enumerate(rounds if len(rounds) > 1 else (), 1):

@@ -46,8 +46,8 @@ from attnpo.lab.reports.output import publish
 from attnpo.lab.reports.report_config import ReportConfig, files
 from attnpo.models.spec import ModelSpec
 from attnpo.run.components import LayerFinder
-from attnpo.run.input_summary import describe_split_loss
-from attnpo.run.inputs import Inputs, encode, heat_rows
+from attnpo.run.input_summary import describe_lost_weights_of_split
+from attnpo.run.inputs import Inputs, encode_splits, heat_map_pairs
 from attnpo.run.resolve import Readers, resolve
 from attnpo.schema import SIDES, UserError
 from attnpo.system.files import safe_filename
@@ -98,7 +98,7 @@ def weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
     Weights that the store lacks are computed as for a run, all layers in one judge pass.
     """
     run, base, readers, built = resolve(cfg)
-    texts = encode(read_pairs(run.data, run.weights, base.store), base, run.lengths)
+    texts = encode_splits(read_pairs(run.data, run.weights, base.store), base, run.lengths)
     name, transforms = run.composed.choices.get("weights"), run.transforms
     recipe = ExampleRecipe(run.weights, None, [*transforms.values()], run.align, run.data)
     layers = asked_layers(run.weights, name, readers, run.layers)
@@ -171,8 +171,12 @@ def each_weights(
     if len(chosen) > 1 and not set(chosen) <= set(source.capture_layers(readers.make_judge().num_layers)):
         readers.weigh(at_layers(source, chosen[0], chosen), encoded)  # store_layers: selected would judge once a layer
     for layer in layers:
-        here = at_layers(source, layer) if layer is not None else finder.settle(source, readers, encoded["train"])[0]
-        weighed, made = readers.weigh(here, encoded), replace(recipe, source=here, reader=readers.make(here))
+        here = (
+            at_layers(source, layer)
+            if layer is not None
+            else finder.resolve_layer(source, readers, encoded["train"])[0]
+        )
+        weighed, made = readers.weigh(here, encoded), replace(recipe, source=here, reader=readers.make_reader(here))
         train, read, captured, rows = encoded["train"], weighed.source, weighed.captured, weighed.layers
         fitted = fit_transforms(recipe.transforms, train, read, captured, rows, recipe.align)
         examples = prepare_examples(train, read, captured, recipe.align, rows, fitted)
@@ -221,11 +225,11 @@ def measure(
     }
     said = {
         "warning": None if made.weighed.verdicts is None else judge_warning(made.weighed.verdicts),
-        "weights lost": describe_split_loss(made, "train"),
+        "weights lost": describe_lost_weights_of_split(made, "train"),
     }
     account |= {name: text for name, text in said.items() if text is not None}
     sink = summarize(shares_before_sink(made.weighed, encoded, kept))
-    heat = heat_rows(made, tokenizer, heat_maps) if heat_maps else []
+    heat = heat_map_pairs(made, tokenizer, heat_maps) if heat_maps else []
     return WeightStatistics(label, sides, sink, tokens, most, account, heat)
 
 

@@ -15,9 +15,9 @@ from attnpo.config.named_files import digest_named_files, is_at_or_below
 from attnpo.judge.layers import resolve_layer
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, quote, scorer_names_by_key, short_key
-from attnpo.run.combinations import LAYER, is_auto
-from attnpo.run.identity import LAYERS, identity_of
-from attnpo.run.resolve import open_paths
+from attnpo.run.combinations import LAYER, is_auto_layer
+from attnpo.run.identity import LAYERS, make_identity
+from attnpo.run.resolve import missing_path_keys
 from attnpo.schema import UserError, digest
 from attnpo.system.files import Json, safe_filename
 
@@ -39,7 +39,7 @@ class ComposedConfig:
     def with_paths(self, model: str, data: str | None) -> FitConfig:
         """Returns the typed root config, with missing paths of model and data filled in."""
         cfg = self.config
-        for key in open_paths(cfg.model, cfg.data):
+        for key in missing_path_keys(cfg.model, cfg.data):
             cfg = cfg.with_value(key, model if key == "model.path" else data)
         return cfg
 
@@ -164,7 +164,7 @@ def check_user_overrides(composer: Composer, result: Mapping[str, object]) -> No
 
     An arm's layer, and keys that an arm interpolates from others (``${...}``), may be overridden: the arm keeps its own
     value and the other arms take the user's. ``result``: result-relevant settings of the command as composed
-    (``Identity.result``).
+    (``RunIdentity.result``).
 
     Raises:
         UserError: an override sets a group that arms choose, a key that an arm, a world or the grid sets, or a layer or
@@ -184,7 +184,7 @@ def check_user_overrides(composer: Composer, result: Mapping[str, object]) -> No
         group, dot, _ = override_key(override).partition(".")
         if dot and group in chosen and not any(composer.has_key(override, arm) for arm in arms):
             compose("fit", merge_overrides([override], arms[0], [SINGLE]), composer.config_dir)
-    alone = identity_of(
+    alone = make_identity(
         load("fit", merge_overrides(user, [SINGLE, f"seed={composer.seed}"]), composer.config_dir)
     ).result
     for key, value in result.items():
@@ -288,12 +288,12 @@ def check_distinct_arms(
 
 def _training_identity(made: ComposedConfig, grid: Grid, depth: int) -> dict[str, object]:
     values = {
-        key: value for key, value in arm_identity(identity_of(made.config).result).items() if key not in grid.axes
+        key: value for key, value in arm_identity(make_identity(made.config).result).items() if key not in grid.axes
     }
     layer = values.get(LAYER)
-    if depth and isinstance(layer, int | str) and not is_auto(layer):
+    if depth and isinstance(layer, int | str) and not is_auto_layer(layer):
         values[LAYER] = resolve_layer(layer, depth)
-    return {"config": values, "paths": identity_of(made.config).paths, "grid": grid.point_overrides()}
+    return {"config": values, "paths": make_identity(made.config).paths, "grid": grid.point_overrides()}
 
 
 def point_config(arm: ComposedConfig, point: Point, scorers: Mapping[str, str] | None = None) -> ComposedConfig:
@@ -314,7 +314,7 @@ def parse_yaml_value(text: str) -> Json:
 def point_folder(folder: Path, point: Point, result: Mapping[str, object], facts: Mapping[str, object]) -> Path:
     """Returns the run folder of a point, named by arm, grid values, seed and ``run_digest``.
 
-    ``result``: result-relevant settings of its config (``Identity.result``). ``facts``: fingerprints of the contents of
+    ``result``: result-relevant settings of its config (``RunIdentity.result``). ``facts``: fingerprints of contents of
     its paths, and of the code.
     """
     settings = [value.partition("=") for value in point.values]

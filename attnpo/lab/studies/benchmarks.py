@@ -28,7 +28,7 @@ from attnpo.lab.studies.study import BASE_ROW, Arm, Point, WorldSeed, error_text
 from attnpo.lab.studies.workers import WorkerSettings, needs_gpu, run_jobs
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
-from attnpo.run.identity import identity_of
+from attnpo.run.identity import make_identity
 from attnpo.run.result import RunResult
 from attnpo.run.resume import read_result
 from attnpo.schema import UserError, digest
@@ -270,7 +270,7 @@ def export_chosen_models(
                 plain = point_config(own[world, best.arm.name], point, basis.scorers.model_paths)
                 made = with_checkpoint(plain)
                 at = point_folder(
-                    folder, point, identity_of(made.config).result, basis.arm_fingerprint(study, best.arm)
+                    folder, point, make_identity(made.config).result, basis.arm_fingerprint(study, best.arm)
                 )
                 run = at if has_intact_model(at) else folder / EXPORTS / at.name
                 chosen.append(ModelExport(point, result, made, run, bool(plain.raw.callbacks.checkpoints)))

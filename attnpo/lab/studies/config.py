@@ -58,9 +58,9 @@ class FitConfig(RunConfig):
         """Returns the number of seeds, counted up from ``seed``: ``seeds`` if given, else the study's own number."""
         return self.seeds or (1 if self.study is None else self.study.seeds)
 
-    def title(self) -> str:
+    def default_name(self) -> str:
         """Returns the default name of the run folder, without its time stamp."""
-        return super().title() if self.study is None else self.study.name
+        return super().default_name() if self.study is None else self.study.name
 
     def headline(self) -> str:
         """Returns a one-line description of the command: for a study, its name and its title or arms."""
@@ -76,7 +76,7 @@ class FitConfig(RunConfig):
         """Returns a note on the default grid of a study's arms; empty for a single run."""
         return "" if self.study is None else f" (each arm's grid: {self.study.grid})"
 
-    def kept_folder(self) -> str | None:
+    def reusable_folder(self) -> str | None:
         """Returns the folder name that a repeated command of a study resumes from: study and setting."""
         if self.study is None or self.study.restart:
             return None

@@ -43,12 +43,12 @@ from attnpo.lab.studies.tables import (
     short_table,
 )
 from attnpo.run.folders import STUDY_FILES, TABLES
-from attnpo.run.for_page import ForPage, read_for_page
-from attnpo.run.report import REPORT, numbers, wandb_table
+from attnpo.run.for_page import PageExamples, load_page_examples
+from attnpo.run.report import REPORT, flat_numbers, make_wandb_table
 from attnpo.run.result import RunResult
 from attnpo.system.credentials import redact
 from attnpo.system.files import Json, describe_change, has_checksums, parse_json, write_atomically, write_checksums
-from attnpo.training.loggers import TrackedRun
+from attnpo.training.loggers import WandbRunLogger
 from attnpo.training.settings import WandbSettings
 
 log = logging.getLogger(__name__)
@@ -69,18 +69,18 @@ def publish_study(settings: WandbSettings | None, values: Mapping[str, Json], ou
     for point, result in outcome.points:
         row: Row = {"world": point.arm.world} if outcome.study.worlds else {}
         row |= {"arm": point.arm.name, "seed": point.seed, "values": " ".join(point.values)}
-        every.append({**dict.fromkeys(row), **dict(numbers(result.to_json())), **row})
+        every.append({**dict.fromkeys(row), **dict(flat_numbers(result.to_json())), **row})
     tables: dict[str, tuple[list[str], Sequence[Mapping[str, object]]]] = {
         "table": main_table(outcome),
         "points": (list(dict.fromkeys(name for one in every for name in one)), every),
     }
     media: dict[str, Any] = {
-        f"study/{name}": wandb_table(columns, [[row.get(column) for column in columns] for row in rows])
+        f"study/{name}": make_wandb_table(columns, [[row.get(column) for column in columns] for row in rows])
         for name, (columns, rows) in tables.items()
     }
     media |= {f"study/{image.stem}": wandb.Image(str(image)) for image in sorted(outcome.folder.glob("*.png"))}
     settings = replace(settings, group=settings.group or outcome.study.name)
-    tracker = TrackedRun(settings, outcome.folder, values, job="study")
+    tracker = WandbRunLogger(settings, outcome.folder, values, job="study")
     status = "failed"
     try:
         tracker.experiment.summary.update({"digest": outcome.digest, "failed": len(outcome.failed)})
@@ -205,7 +205,7 @@ def _run_row(point: PointResults, seed: int, result: RunResult) -> Row:
             for name, value in scores.numbers.items()
         },
         **{name: value for name, value in result.metrics.items() if name.startswith("val/")},
-        **{f"drift/{name}": value for name, value in numbers(result.drift)},
+        **{f"drift/{name}": value for name, value in flat_numbers(result.drift)},
         "pairs": pairs if isinstance(pairs, int) else None,
         "steps": result.steps,
         "seconds": result.seconds["all"],
@@ -264,10 +264,10 @@ def answers_sections(outcome: Outcome) -> Iterator[Section]:
     """Yields sections that compare arms on one pair's weights and a few answers, from runs of the first seed."""
     for world in outcome.worlds:
         best = outcome.best_points(world)
-        kept: dict[str, ForPage] = {}  # by arm, the control first
+        kept: dict[str, PageExamples] = {}  # by arm, the control first
         for name in sorted(best, key=lambda name: name != outcome.study.control)[:SHOWN]:
             folder = outcome.folders.get(Point(best[name].arm, best[name].values, best[name].seeds[0]))
-            if folder is not None and (found := read_for_page(folder)) is not None:
+            if folder is not None and (found := load_page_examples(folder)) is not None:
                 kept[name] = found
         of = f", {world}" if world else ""
         heat = [replace(row, note=name) for name, one in kept.items() for row in one.heat]

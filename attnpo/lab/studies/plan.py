@@ -15,8 +15,8 @@ from attnpo.lab.studies.scorers import compose_scorers
 from attnpo.lab.studies.study import Arm, Study, name_in_world
 from attnpo.lab.studies.workers import WorkerSettings
 from attnpo.run.folders import store_root
-from attnpo.run.identity import by_class, identity_of
-from attnpo.run.resolve import open_paths
+from attnpo.run.identity import flatten_with_classes, make_identity
+from attnpo.run.resolve import missing_path_keys
 from attnpo.schema import UserError
 from attnpo.system.files import read_record, write_record
 
@@ -161,7 +161,7 @@ def plan_study(cfg: FitConfig) -> StudyPlan:
     if study is None:
         raise UserError("there is no study to run (experiment=none)")
     composer = make_composer(cfg, study)
-    check_user_overrides(composer, identity_of(cfg).result)
+    check_user_overrides(composer, make_identity(cfg).result)
     if cfg.resume is not None:
         raise UserError(
             f"study {study.name}: resume={cfg.resume} only applies to single runs: remove it, since a study reuses its "
@@ -170,7 +170,7 @@ def plan_study(cfg: FitConfig) -> StudyPlan:
     evaluations = EvaluationConfigs(
         study, config_dir, cfg.trainer.accelerator, prepared_grammar(cfg.values.get("prepare"))
     )
-    check_benchmarks(evaluations, None if "model.path" in open_paths(cfg.model, cfg.data) else cfg.model)
+    check_benchmarks(evaluations, None if "model.path" in missing_path_keys(cfg.model, cfg.data) else cfg.model)
     composed = composer.compose_all_arms()
     for place, arm in composed.items():
         try:
@@ -186,7 +186,7 @@ def plan_study(cfg: FitConfig) -> StudyPlan:
         seeds,
         composed,
         compose_scorers(composer),
-        by_class({"analyses": cfg.node("study").get("analyses")}),
+        flatten_with_classes({"analyses": cfg.node("study").get("analyses")}),
         evaluations,
         WorkerSettings(study.workers, config_dir, cfg.store, cfg.lock_timeout),
         store_root(cfg.store),

@@ -36,7 +36,7 @@ from attnpo.lab.studies.study import (
 from attnpo.lab.studies.workers import needs_gpu, run_jobs
 from attnpo.run.combinations import LAYER
 from attnpo.run.folders import make_folder
-from attnpo.run.identity import identity_of
+from attnpo.run.identity import make_identity
 from attnpo.run.result import RunResult
 from attnpo.run.resume import read_result
 from attnpo.schema import UserError, digest
@@ -185,7 +185,7 @@ class StudyProgress:
             if study.benchmarks and len((point.arm.grid or study.grid).point_overrides()) == 1:
                 made = with_checkpoint(made)  # certain to be chosen, as the arm's only point
             at = point_folder(
-                self.folder, point, identity_of(made.config).result, basis.arm_fingerprint(study, point.arm)
+                self.folder, point, make_identity(made.config).result, basis.arm_fingerprint(study, point.arm)
             )
             self.folders[point] = at
             before, problem = read_result(at)
@@ -221,7 +221,7 @@ class StudyProgress:
 
 
 def _arm_settings(composed: Mapping[tuple[str, str], ComposedConfig]) -> dict[str, dict[str, object]]:
-    return {name_in_world(*at): arm_identity(identity_of(made.config).result) for at, made in composed.items()}
+    return {name_in_world(*at): arm_identity(make_identity(made.config).result) for at, made in composed.items()}
 
 
 def run_study(

@@ -19,14 +19,14 @@ from attnpo.lab.studies.study import ONLY, ROWS, Study, last_line, scorer_names_
 from attnpo.lab.studies.workers import WorkerSettings, needs_gpu, run_jobs
 from attnpo.models.loading import weights_fingerprint
 from attnpo.run.folders import make_folder
-from attnpo.run.identity import identity_of
-from attnpo.run.resolve import open_paths
+from attnpo.run.identity import make_identity
+from attnpo.run.resolve import missing_path_keys
 from attnpo.run.result import RunResult
 from attnpo.run.resume import read_result
 from attnpo.schema import UserError
 from attnpo.system.files import read_checksums, safe_filename, write_checksums
 from attnpo.system.locks import folder_lock
-from attnpo.training.checkpoint_folders import STATE, remove
+from attnpo.training.checkpoint_folders import STATE, remove_folder
 from attnpo.weights.base import online_reads
 
 log = logging.getLogger(__name__)
@@ -152,11 +152,11 @@ def make_scorer_run(
 def _scorer_folder_name(name: str, seed: int, made: ComposedConfig, facts: Mapping[str, object]) -> str:
     """Returns the name of a scorer's folder; its digest covers the starting model's weights if that is not the base."""
     run = made.config
-    own = {key: path for key, path in identity_of(run).paths.items() if key not in ("model.path", "data.path")}
+    own = {key: path for key, path in make_identity(run).paths.items() if key not in ("model.path", "data.path")}
     facts = {**facts, "scorer": own}
-    if "model.path" not in open_paths(run.model, run.data):
+    if "model.path" not in missing_path_keys(run.model, run.data):
         facts["model"] = weights_fingerprint(run.model.path, run.model.revision)
-    return f"{safe_filename(name)}-seed{seed}-{run_digest(identity_of(run).result, facts)[:16]}"
+    return f"{safe_filename(name)}-seed{seed}-{run_digest(make_identity(run).result, facts)[:16]}"
 
 
 # ------------------------------------------------------------------------------------------------ model folders
@@ -187,4 +187,4 @@ def strip_training_state(run: Path) -> None:
         kept = {name: found for name, found in files.items() if name != STATE}
         write_checksums(model, kept, only=list(kept))
     (model / STATE).unlink(missing_ok=True)
-    remove(run / "best")
+    remove_folder(run / "best")

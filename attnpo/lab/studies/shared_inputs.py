@@ -20,9 +20,9 @@ from attnpo.lab.studies.scorers import TrainedScorers, train_scorers
 from attnpo.lab.studies.study import ONLY, ROWS, Arm, Study, error_text, last_line, scorer_names_by_key
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
-from attnpo.run.identity import APART, identity_of
-from attnpo.run.inputs import encode
-from attnpo.run.resolve import Readers, Resolved, make_judge, report_of, resolve, settle
+from attnpo.run.identity import APART, make_identity
+from attnpo.run.inputs import encode_splits
+from attnpo.run.resolve import Readers, Resolved, judge_report, make_judge, resolve, resolve_paths
 from attnpo.schema import digest
 from attnpo.system.files import file_digest, read_record, safe_filename, write_record
 from attnpo.system.machine import package_versions
@@ -94,7 +94,7 @@ def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder:
     basis, study = SharedInputs(world, seed), plan.study
     arms = {name: found.with_values({"seed": seed}) for (of, name), found in plan.composed.items() if of == world}
     runs = {name: run for (of, name), run in plan.scorers.items() if of == world}
-    settled = settle(next(iter(arms.values())).config)[0]
+    settled = resolve_paths(next(iter(arms.values())).config)[0]
     known = settled.model.path, getattr(settled.data, "path", None)
     configs = {name: made.with_paths(*known) for name, made in arms.items()}
     plain = {name: config for name, config in configs.items() if not scorer_names_by_key(arms[name].overrides)}
@@ -124,7 +124,7 @@ def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder:
         "chat": base.chat.fingerprint(),
         "pairs": {split: found.fingerprint for split, found in pairs.items()},
     }
-    encoded = encode(pairs, base, cfg.lengths).encoded
+    encoded = encode_splits(pairs, base, cfg.lengths).encoded
     _record_gate(basis, "this base", report.get("base"))
     basis.scorers = train_scorers(study.name, runs, seed, basis.facts, plan.store, plan.workers)
     done: dict[str, WeighingResult] = {}
@@ -134,11 +134,11 @@ def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder:
         try:
             for key, path in basis.scorers.model_paths_for(arms[name].overrides).items():
                 config = config.with_value(key, path)
-            inputs = identity_of(config).inputs
+            inputs = make_identity(config).inputs
             same = digest({key: value for key, value in inputs.items() if key != "transforms"})
             if same not in done:
                 own, second = _arm_readers(readers, config, plan.store)
-                source, _ = config.auto_layer.settle(config.weights, own, encoded["train"])
+                source, _ = config.auto_layer.resolve_layer(config.weights, own, encoded["train"])
                 done[same] = own.weigh(source, encoded)
                 _record_gate(basis, "the second base", second)
         except Exception as error:
@@ -176,7 +176,7 @@ def _arm_readers(readers: Readers, cfg: FitConfig, store: Path) -> tuple[Readers
         length_from=getattr(cfg.objective, "length_from", None),
         command=command_text("weigh", *cfg.composed.arguments()),
     )
-    return own, {} if made is None else report_of(made)
+    return own, {} if made is None else judge_report(made)
 
 
 TIMED = 64  # pairs used to time a weight source that needs no model
@@ -215,7 +215,7 @@ def run_analyses(
     """
     own = plan.composer.compose_arm([], basis.world).with_values({"seed": basis.seed})
     config = own.with_paths(readers.base.spec.path, data)
-    values = {key: value for key, value in identity_of(config).settings.items() if key.partition(".")[0] not in APART}
+    values = {key: value for key, value in make_identity(config).settings.items() if key.partition(".")[0] not in APART}
     for name, analysis in plan.study.analyses.items():
         same = digest(
             {

@@ -71,9 +71,9 @@ def run_jobs(jobs: Sequence[Job], workers: WorkerSettings, here: bool = False) -
             for place, (overrides, folder) in enumerate(jobs):
                 yield (place, *run_point(overrides, folder, workers.config_dir, workers.store, None))
         finally:
-            from attnpo.run.point_cache import forget
+            from attnpo.run.point_cache import clear_caches
 
-            forget()
+            clear_caches()
         return
     count = min(count, len(jobs))
     threads = max(1, (os.cpu_count() or count) // count)
@@ -116,7 +116,7 @@ def _run_until_killed(calls: Sequence[Call], left: deque[int], workers: int) -> 
                         yield place, *future.result()
         except BrokenProcessPool:  # submitted to a pool that had just broken
             killed += at_work.values()
-        except KeyboardInterrupt:  # includes Interrupted raised by a point
+        except KeyboardInterrupt:  # includes RunInterrupted raised by a point
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in active_children():
                 worker.terminate()
@@ -151,7 +151,7 @@ def run_point(
     with import_phase("loading transformers"):
         import torch
 
-        from attnpo.run.point_cache import remembering
+        from attnpo.run.point_cache import cache_between_runs
         from attnpo.run.run import run
     if _source:  # the imports took seconds, in which the files may have changed
         source_digest.cache_clear()
@@ -172,7 +172,7 @@ def run_point(
         if store is not None:
             cfg = cfg.with_value("store", store)
         cfg = cfg.with_value("resume", "auto")  # safe, since the folder's name has the digest of all settings
-        with remembering(), publish_progress_to(folder), hide_info_on_terminal():
+        with cache_between_runs(), publish_progress_to(folder), hide_info_on_terminal():
             return run(cfg, folder, point=True), None
     except KeyboardInterrupt as stop:
         if threads is not None:

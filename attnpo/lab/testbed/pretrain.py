@@ -32,7 +32,7 @@ from attnpo.lab.testbed.tokenizer import (
     judge_prompts,
     token_ids,
 )
-from attnpo.training.export import open_to_readers
+from attnpo.training.export import add_older_keys
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int 
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    open_to_readers(folder)
+    add_older_keys(folder)
     return {
         "seed": seed,
         "steps": done,

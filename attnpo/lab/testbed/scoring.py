@@ -131,7 +131,7 @@ class TruthScorer:
             answers=answers.texts,
         )
 
-    def decisive(self, pair: "PreferencePair", side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
+    def mark_decisive(self, pair: "PreferencePair", side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
         """Returns whether each token of a response decides its true reward; ``importance.decisive``."""
         from attnpo.lab.testbed.importance import decisive  # brings torch
 

@@ -248,7 +248,7 @@ def packed_in(page: str, name: str) -> bytes:
         (["explorer=-1"], "explorer at least 0"),
         (["layers=[3]"], "layers: expected a whole number from 1 to 2"),
         (["layers=[1]", "weights=rollout"], "weights=rollout has no layer to choose"),
-        (["objective=dpo", "weights=attention"], "reads no token weights"),
+        (["objective=dpo", "weights=attention"], "uses no token weights"),
     ],
 )
 def test_what_cannot_be_reported_is_said(world: World, tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -18,7 +18,7 @@ from attnpo.lab.studies.arms import (
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.study import ONLY, Arm, Grid, Point, Study, expand_arms
-from attnpo.run.identity import identity_of
+from attnpo.run.identity import make_identity
 from attnpo.schema import UserError
 from tests.run.worlds import World
 
@@ -67,9 +67,9 @@ def test_the_arms_of_a_shipped_study_are_different_runs(name: str) -> None:
         grids={arm: grid for arm, grid in whole.grids.items() if arm not in left},
     )
     arms, made = expanded(cfg, study)
-    check_user_overrides(make_composer(cfg, study), identity_of(cfg).result)
+    check_user_overrides(make_composer(cfg, study), make_identity(cfg).result)
     check_distinct_arms(study, arms, made, dict.fromkeys(made, DEPTH))
-    values = [str(arm_identity(identity_of(arm.config).result)) for arm in made.values()]
+    values = [str(arm_identity(make_identity(arm.config).result)) for arm in made.values()]
     assert len(set(values)) == len(values) >= 2
 
 
@@ -106,7 +106,7 @@ def test_an_override_that_spoils_a_study_is_refused(given: str, message: str) ->
     experiment, override = given.split()
     cfg = composed(f"experiment={experiment}", override)
     with pytest.raises(UserError, match=message) as refused:
-        check_user_overrides(make_composer(cfg, cfg.study), identity_of(cfg).result)
+        check_user_overrides(make_composer(cfg, cfg.study), make_identity(cfg).result)
     assert "experiment=none" in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -124,7 +124,7 @@ def test_an_override_that_spoils_a_study_is_refused(given: str, message: str) ->
 )
 def test_an_override_that_arms_can_take_is_not_refused(given: str) -> None:
     cfg = composed(*given.split())
-    check_user_overrides(make_composer(cfg, cfg.study), identity_of(cfg).result)
+    check_user_overrides(make_composer(cfg, cfg.study), make_identity(cfg).result)
 
 
 # ------------------------------------------------------------------------------------------------ equal arms
@@ -209,7 +209,7 @@ def point_of(arm: str, *overrides: str) -> FitConfig:
 
 
 def folder_of(cfg: FitConfig) -> Path:
-    return point_folder(Path(), Point(Arm("arm", ()), (), 0), identity_of(cfg).result, {})
+    return point_folder(Path(), Point(Arm("arm", ()), (), 0), make_identity(cfg).result, {})
 
 
 EVERYWHERE = (
@@ -235,7 +235,7 @@ EVERYWHERE = (
 )
 def test_a_finished_point_is_found_again_whatever_it_does_not_read(arm: str, overrides: tuple[str, ...]) -> None:
     cfg, other = point_of(arm), point_of(arm, *overrides)
-    assert identity_of(other).result == identity_of(cfg).result
+    assert make_identity(other).result == make_identity(cfg).result
     assert folder_of(other) == folder_of(cfg)
 
 
@@ -255,6 +255,6 @@ def test_a_point_that_would_differ_is_run(arm: str, overrides: tuple[str, ...]) 
 
 def test_what_is_done_beside_the_training_counts_for_results_alone() -> None:
     cfg = composed("setting=testbed", "experiment=none")
-    assert {"truth.prompts", "callbacks.samples", "trainer.validate_every"} <= identity_of(cfg).result.keys()
-    assert not {"truth.prompts", "callbacks.samples", "trainer.validate_every"} & identity_of(cfg).numbers.keys()
-    assert identity_of(cfg).numbers.items() <= identity_of(cfg).result.items()
+    assert {"truth.prompts", "callbacks.samples", "trainer.validate_every"} <= make_identity(cfg).result.keys()
+    assert not {"truth.prompts", "callbacks.samples", "trainer.validate_every"} & make_identity(cfg).numbers.keys()
+    assert make_identity(cfg).numbers.items() <= make_identity(cfg).result.items()

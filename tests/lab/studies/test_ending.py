@@ -21,7 +21,7 @@ from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.study import Arm, Point
 from attnpo.lab.studies.tables import short_table
-from attnpo.run.messages import again, next_commands
+from attnpo.run.messages import next_commands, resume_arguments
 from attnpo.schema import UserError
 from tests.lab.studies.test_tables import LOW, STUDY, make_outcome, result, typed
 
@@ -107,7 +107,7 @@ def test_a_destroyed_model_is_not_chosen_and_an_idle_one_is_named() -> None:
     study = replace(STUDY, arms={"uniform": [], "attention": []})
     said = list(notes.describe_result(Outcome(study, [arm, idle], typed(points), [], {}, Path("out"), 1.0), ""))
     assert any("attention 60.0 %" in line for line in said), said
-    assert [line for line in said if "WARNING" in line and "uniform: training moved no weight" in line], said
+    assert [line for line in said if "WARNING" in line and "uniform: training changed no weight" in line], said
     lost = Outcome(study, [arm, idle], typed(points[1:]), [], {}, Path("out"), 1.0)
     assert any("WARNING: attention: the model is destroyed" in line for line in notes.describe_result(lost, ""))
     assert any("WARNING: attention: the model is destroyed" in line for line in study_warnings(lost))
@@ -135,7 +135,7 @@ def test_the_commands_of_a_run_compose(tmp_path: Path) -> None:
     assert report == [str(tmp_path / "my run")]
     assert load("fit", seed).seed == 1 and load("fit", seed).name is None
     assert load("fit", twin).composed.choices["weights"] == "uniform"
-    back = load("fit", again(cfg.composed, "my run"))
+    back = load("fit", resume_arguments(cfg.composed, "my run"))
     assert (back.name, back.resume, back.output) == ("my run", "auto", str(tmp_path))
 
 

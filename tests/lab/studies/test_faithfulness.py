@@ -15,7 +15,7 @@ from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.study import Arm, Point, Study, StudyAnalysis
 from attnpo.lab.testbed.importance import decisive
 from attnpo.lab.testbed.scoring import TruthScorer
-from attnpo.run.inputs import encode
+from attnpo.run.inputs import encode_splits
 from attnpo.run.resolve import Readers, resolve
 from attnpo.run.result import RunResult, TruthScores
 from attnpo.schema import PreferencePair, UserError
@@ -32,7 +32,7 @@ KNOWN = TruthScorer(grammar=GRAMMAR)
 def made(world: World, *overrides: str) -> tuple[WeightSource, Readers, dict[str, EncodedSet]]:
     """The weights of a configuration, what they are read with, and the encoded pairs."""
     cfg, base, readers, _ = resolve(world.config(*overrides))
-    return cfg.weights, readers, encode(read_pairs(cfg.data, cfg.weights, base.store), base, cfg.lengths).encoded
+    return cfg.weights, readers, encode_splits(read_pairs(cfg.data, cfg.weights, base.store), base, cfg.lengths).encoded
 
 
 @pytest.fixture(scope="module")

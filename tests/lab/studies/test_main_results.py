@@ -24,7 +24,7 @@ from attnpo.lab.studies.runner import run_study
 from attnpo.lab.studies.study import Arm, Grid, Point, Study, expand_arms, make_points
 from attnpo.lab.studies.tables import RANK, main_table, mean_ranks, ranking_sections
 from attnpo.run.combinations import require_reference
-from attnpo.run.identity import identity_of
+from attnpo.run.identity import make_identity
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
 from tests.run.worlds import World
@@ -64,7 +64,7 @@ def test_the_rows_are_the_papers(paper_tables: Path) -> None:
 def test_every_point_is_a_sound_run(setting: str) -> None:
     """The last point of every arm, whose values are the farthest from the defaults; no two arms are the same runs."""
     cfg, study = composed(f"setting={setting}"), study_on(setting)
-    check_user_overrides(make_composer(cfg, study), identity_of(cfg).result)
+    check_user_overrides(make_composer(cfg, study), make_identity(cfg).result)
     made = arms_on(setting)
     arms = expand_arms(study, 4, truth=cfg.truth is not None)
     for arm in arms:
@@ -157,13 +157,13 @@ def test_a_row_of_a_llama_setting_is_one_point_with_its_published_values(setting
 def test_an_override_that_spoils_the_study_is_refused(given: str, message: str) -> None:
     cfg = composed(given)
     with pytest.raises(UserError, match=message):
-        check_user_overrides(make_composer(cfg, cfg.study), identity_of(cfg).result)
+        check_user_overrides(make_composer(cfg, cfg.study), make_identity(cfg).result)
 
 
 def test_a_grid_given_as_the_message_says_reaches_its_arm_alone() -> None:
     cfg = composed("grids.orpo.keys={objective.lam:[0.3]}", "grids.rdpo.lr=[1.0e-3]")
     study: Study = cfg.study
-    check_user_overrides(make_composer(cfg, study), identity_of(cfg).result)
+    check_user_overrides(make_composer(cfg, study), make_identity(cfg).result)
     assert study.grid_of("ORPO").keys == {"objective.lam": (0.3,)}
     assert (study.grid_of("R-DPO").lr, study.grid_of("DPO").lr) == ((1e-3,), (2.5e-5, 5e-5))
     assert make_composer(cfg, study).overrides_for_points() == ["experiment=main_results"]

@@ -12,7 +12,7 @@ from attnpo.lab.studies.arms import check_user_overrides, make_composer
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.shared_inputs import COSTS, SharedInputs, prepare_shared_inputs, save_costs
 from attnpo.run.components import PreparedJudge
-from attnpo.run.identity import identity_of
+from attnpo.run.identity import make_identity
 from attnpo.run.resolve import resolve
 from attnpo.schema import UserError
 from tests.run.made import make_inputs
@@ -24,7 +24,7 @@ STUDY = "experiment=quickstart"
 def test_an_override_that_fits_one_arm_is_left_out_of_the_other(world: World, caplog: pytest.LogCaptureFixture) -> None:
     cfg = world.config(STUDY, "weights.layer=2")
     study = cfg.study
-    check_user_overrides(make_composer(cfg, study), identity_of(cfg).result)
+    check_user_overrides(make_composer(cfg, study), make_identity(cfg).result)
     with caplog.at_level("INFO"):
         configs = {
             name: make_composer(cfg, study).compose_arm(overrides).config for name, overrides in study.arms.items()
@@ -39,7 +39,7 @@ def test_an_override_that_fits_no_arm_is_an_error(world: World) -> None:
     arms = "study.arms={one:['weights=uniform'],two:['weights=verbalized']}"
     cfg = world.config(STUDY, "~study.arms", f"+{arms}", "study.control=null", "weights.layer=2")
     with pytest.raises(UserError, match=r"weights\.layer"):
-        check_user_overrides(make_composer(cfg, cfg.study), identity_of(cfg).result)
+        check_user_overrides(make_composer(cfg, cfg.study), make_identity(cfg).result)
 
 
 def test_what_the_arms_choose_cannot_be_overridden(world: World) -> None:
@@ -47,7 +47,7 @@ def test_what_the_arms_choose_cannot_be_overridden(world: World) -> None:
     with pytest.raises(
         UserError, match=r"study quickstart sets transform, weights .* weights=uniform would have no effect"
     ):
-        check_user_overrides(make_composer(cfg, cfg.study), identity_of(cfg).result)
+        check_user_overrides(make_composer(cfg, cfg.study), make_identity(cfg).result)
 
 
 def test_the_studys_own_keys_do_not_reach_its_points(world: World) -> None:
@@ -70,9 +70,9 @@ def test_an_experiment_that_sets_what_no_point_would_get_is_refused(tmp_path: Pa
     (tmp_path / "experiment" / "more.yaml").write_text(MORE, encoding="utf-8")
     cfg = load("fit", ["setting=real_smoke", "experiment=more"], tmp_path)
     with pytest.raises(UserError, match=r"experiment sets batch\.shuffle, .*move this setting to study\.shared"):
-        check_user_overrides(make_composer(cfg, cfg.study), identity_of(cfg).result)
+        check_user_overrides(make_composer(cfg, cfg.study), make_identity(cfg).result)
     cfg = load("fit", ["setting=real_smoke", "experiment=more", "batch.shuffle=false"], tmp_path)
-    check_user_overrides(make_composer(cfg, cfg.study), identity_of(cfg).result)
+    check_user_overrides(make_composer(cfg, cfg.study), make_identity(cfg).result)
     made = make_composer(cfg, cfg.study).compose_arm(["weights=uniform"]).config
     assert (made.seed, made.batch.shuffle) == (4, False)
 

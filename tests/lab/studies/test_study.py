@@ -21,7 +21,7 @@ from attnpo.lab.studies.shared_inputs import prepare_shared_inputs
 from attnpo.lab.studies.study import Arm, Grid, Point, Study, expand_arms, make_points, settings_record
 from attnpo.run import run as runs
 from attnpo.run.folders import run_folder
-from attnpo.run.identity import identity_of
+from attnpo.run.identity import make_identity
 from attnpo.schema import UserError
 from tests.corruption.damages import DAMAGES
 from tests.lab.studied import Finished
@@ -223,13 +223,13 @@ def test_a_points_folder_changes_with_its_numbers_and_not_with_its_paths(plain_s
     arm = make_composer(cfg, study.study).compose_arm(point.arm.overrides)
     config = point_config(arm, point).config
     other = point_config(arm, Point(point.arm, ("optimizer.lr=0.001", "objective.beta=0.3"), 0)).config
-    place = point_folder(folder, point, identity_of(config).result, {"model": "m"})
-    assert point_folder(folder, point, identity_of(other).result, {"model": "m"}) != place
-    assert point_folder(folder, point, identity_of(config).result, {"model": "n"}) != place
+    place = point_folder(folder, point, make_identity(config).result, {"model": "m"})
+    assert point_folder(folder, point, make_identity(other).result, {"model": "m"}) != place
+    assert point_folder(folder, point, make_identity(config).result, {"model": "n"}) != place
     moved = config
     for key, value in (("model.path", "a"), ("data.path", "b"), ("store", "c"), ("output", "d")):
         moved = moved.with_value(key, value)
-    assert point_folder(folder, point, identity_of(moved).result, {"model": "m"}) == place
+    assert point_folder(folder, point, make_identity(moved).result, {"model": "m"}) == place
 
 
 def test_a_repeated_command_trains_nothing_again(plain_study: Finished, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from attnpo.lab.studies.figures import arm_looks, study_figures, unweighted_accu
 from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.page import arms_section, write_study_report
 from attnpo.lab.studies.study import Arm, Grid, Point, Study
-from attnpo.run.for_page import FILE, keep_for_page, read_for_page
+from attnpo.run.for_page import FILE, load_page_examples, save_page_examples
 from attnpo.run.result import RunResult
 from attnpo.schema import Message, PreferencePair
 from tests.display.sides import END, pair_of, response
@@ -132,21 +132,21 @@ def sampled(name: str) -> list[PreferencePair]:
 
 
 def test_what_a_run_keeps_is_read_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    keep_for_page(tmp_path, [*rows(HOSTILE), *rows("second")], sampled("x"))
-    kept = read_for_page(tmp_path)
+    save_page_examples(tmp_path, [*rows(HOSTILE), *rows("second")], sampled("x"))
+    kept = load_page_examples(tmp_path)
     assert kept is not None and heatmap_html(kept.heat) == heatmap_html(rows(HOSTILE))
     assert [answer.prompt[:8] for answer in kept.answers] == ["prompt 0", "prompt 2", "prompt 4", "prompt 6"]
     assert kept.answers[0].base == "answer of the base"
     (tmp_path / FILE).write_text('{"pairs": [{}], "answers": []}')
-    assert read_for_page(tmp_path) is None and "left out of the page" in caplog.text
-    assert read_for_page(tmp_path / "none") is None
+    assert load_page_examples(tmp_path) is None and "so the page leaves it out" in caplog.text
+    assert load_page_examples(tmp_path / "none") is None
 
 
 def test_arms_stand_side_by_side_and_what_they_wrote_cannot_act(tmp_path: Path) -> None:
     outcome = make(tmp_path)
     for point, folder in outcome.folders.items():
         folder.mkdir(parents=True)
-        keep_for_page(folder, rows(f"token {HOSTILE}"), sampled(f"{point.arm.name} seed {point.seed}"))
+        save_page_examples(folder, rows(f"token {HOSTILE}"), sampled(f"{point.arm.name} seed {point.seed}"))
     write_study_report(outcome, [arms_section(outcome)])
     read = Reader((tmp_path / "report.html").read_text())
     for arm in ARMS:
