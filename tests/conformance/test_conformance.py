@@ -321,7 +321,7 @@ BREAKS: list[tuple[str, Broken, str]] = [
     (POST + "average_rounds", lambda f: lambda rounds: rounds[0], "attnpo_weights_layer *"),
     (POST + "combine", lambda f: lambda rounds, order: f(rounds, type(order)("mean_then_normalize")), "attnpo_we*"),
     ("attnpo.weights.pipeline.align", without_weights, "attnpo_align *"),
-    ("attnpo.text.alignment.equal_ids", lambda f: lambda a, b: (min(len(a), len(b)), []), "extraction/alignment *"),
+    ("attnpo.text.alignment.match_equal_ids", lambda f: lambda a, b: (min(len(a), len(b)), []), "extraction/alignment *"),
     ("attnpo.judge.prompts.JudgeTemplate.render", moved_spans, "extraction/span *"),
     ("attnpo.judge.prompts.JudgeTemplate.render", moved_spans, "extraction/span_cases *"),
     ("attnpo.judge.prompts.JudgePrompts._reference_end", lambda f: lambda self, first, last, closing: last,
