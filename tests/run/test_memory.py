@@ -290,8 +290,8 @@ def test_budgets_are_as_large_as_a_step_where_there_is_room_and_the_least_where_
     """A step is 4 pairs of two rows of 64 tokens; a number of pairs leaves no budget to choose."""
     caplog.set_level(logging.INFO)
     plan = planned(world.config(*FILL))
-    assert (plan.least.budget, plan.least.eval_token_budget) == (128, 256)
-    assert fit_memory(plan)[1] == plan.least
+    assert (plan.smallest_batch.budget, plan.smallest_batch.eval_token_budget) == (128, 256)
+    assert fit_memory(plan)[1] == plan.smallest_batch
     monkeypatch.setattr(memory, "device_memory", lambda device: 1 << 40)
     _, batch = fit_memory(plan)
     assert (batch.token_budget, batch.eval_token_budget) == (512 - 128, MOST)
