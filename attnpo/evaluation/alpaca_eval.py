@@ -1,7 +1,8 @@
-"""AlpacaEval 2: a judge compares a model's answer to each instruction with GPT-4's; win rates with length controlled.
+"""AlpacaEval 2: win rate against GPT-4's answers as judged by an LLM, raw and length-controlled.
 
-The library ``alpaca_eval`` is the definition (Dubois et al. 2024, "Length-Controlled AlpacaEval"): prompts, order of
-the answers, meaning of a reply and win rates are its own. Questions are asked and kept by the runner of all benchmarks.
+The library ``alpaca_eval`` defines the benchmark (Dubois et al. 2024, "Length-Controlled AlpacaEval"): it supplies the
+prompts, the order of the answers, the parsing of replies and the win rates. Judge calls are made and stored by the
+code that all benchmarks share.
 """
 
 import logging
@@ -19,12 +20,12 @@ from attnpo.evaluation.alpaca_library import (
     DISCRETE,
     LENGTH_CONTROLLED,
     RAW,
+    AlpacaRow,
     Annotator,
-    Compared,
-    from_hub,
-    how_to_get,
+    download_data_file,
+    download_hint,
 )
-from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, match_answers, select_answered
+from attnpo.evaluation.base import ModelAnswer, Question, Replies, RoundScores, match_answers, select_answered
 from attnpo.evaluation.chat import GradingCall
 from attnpo.evaluation.checkout import Checkout
 from attnpo.schema import Sampling, UserError
@@ -33,22 +34,22 @@ from attnpo.system.files import file_digest
 ROWS = 805
 REFERENCE = "alpaca_eval_gpt4_baseline.json"
 HOW_TO_GET_REFERENCE = (
-    f"{how_to_get(REFERENCE)}, or results/gpt4_1106_preview/model_outputs.json of a checkout of "
+    f"{download_hint(REFERENCE)}, or results/gpt4_1106_preview/model_outputs.json of a checkout of "
     "github.com/tatsu-lab/alpaca_eval"
 )
-HOW_TO_GET_AUXILIARY = f"{how_to_get(AUXILIARY)}, then benchmark.auxiliary=PATH here"
-# Why a row has no preference, or one that no judge gave; the counts of a result.
+HOW_TO_GET_AUXILIARY = f"{download_hint(AUXILIARY)}, then benchmark.auxiliary=PATH here"
+# Why a row has no preference, or one that did not come from the judge; used as keys of a result's counts.
 NO_REPLY = "no reply"
 NO_VERDICT = "no verdict in the reply"
 TEXT_ONLY = "verdict from the text, no log-probabilities"
-SAME = "answer equal to the baseline's (a tie, not asked)"
-NO_LENGTHS = "no length-controlled rate: length differences are all the same"
+SAME = "answer identical to the baseline's (a tie, not sent to the judge)"
+NO_LENGTHS = "no length-controlled rate: all length differences are equal"
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AlpacaEval:
-    """AlpacaEval 2 as a benchmark; configs/benchmark/alpaca_eval.yaml says what each key means."""
+    """AlpacaEval 2 as a benchmark; configs/benchmark/alpaca_eval.yaml documents each key."""
 
     sampling: Sampling
     reference_outputs: str | None = None
@@ -63,25 +64,25 @@ class AlpacaEval:
             raise UserError(f"benchmark.rows must be at least 1, got {self.rows}")
         if self.auxiliary is not None and not self.length_controlled:
             raise UserError(
-                f"benchmark.auxiliary={self.auxiliary} is for the length-controlled win rate, which "
-                "benchmark.length_controlled=false turns off: leave one of the two out"
+                f"benchmark.auxiliary={self.auxiliary} is only used for the length-controlled win rate, which "
+                "benchmark.length_controlled=false turns off: remove one of the two"
             )
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns the length-controlled win rate first, where its auxiliary file can be had."""
+        """Returns the names of the win rates; the length-controlled one comes first if its auxiliary file is there."""
         return (LENGTH_CONTROLLED, RAW, DISCRETE) if self._auxiliary else (RAW, DISCRETE)
 
     def questions(self) -> Sequence[Question]:
-        """Returns the instructions; a question's id is its position in the reference set."""
+        """Returns the instructions as questions; their ids are positions in the reference set."""
         return self._questions
 
     def baseline_answers(self) -> Mapping[str, str]:
-        """Returns the baseline's output of each row, by the question's id."""
+        """Returns the baseline's answer to each question, by question id."""
         return {str(place): row["output"] for place, row in enumerate(self._rows)}
 
-    def versions(self) -> dict[str, object]:
-        """Returns what decides calls and rates beside the answers."""
+    def fingerprint(self) -> dict[str, object]:
+        """Returns everything except the answers that can change calls or win rates."""
         rates = {} if self._auxiliary is None else {"scikit-learn": version("scikit-learn")}
         return {
             "reference": file_digest(self._reference_file),
@@ -93,32 +94,30 @@ class AlpacaEval:
             **rates,
         }
 
-    def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Returns a call for each row whose two answers differ; two equal ones are a tie, as the library has it."""
-        asked = self._annotator
-        prompts, _ = alpaca_library.annotate(asked.name, self._pair_answers(answers, self.questions()), {})
+    def grading_calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
+        """Returns one call per row, except for rows with identical answers, which the library counts as ties."""
+        annotator = self._annotator
+        prompts, _ = alpaca_library.annotate(annotator.name, self._pair_answers(answers, self.questions()), {})
         return [
-            GradingCall(self.name, question.id, "", round_, messages, **asked.settings)
+            GradingCall(self.name, question.id, "", round_, messages, **annotator.settings)
             for question, messages in zip(self.questions(), prompts, strict=True)
             if messages is not None
         ]
 
-    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """Returns the library's win rates over the answers that have a reply or are a tie.
+    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
+        """Computes the library's win rates over answers that are ties or have a reply with a verdict.
 
-        One without a verdict is left out.
-
-        ``answers`` may be to some questions only: nothing is said of the others.
+        ``answers`` may cover only some of the questions; the others are ignored.
 
         Raises:
-            ValueError: a reply is to another prompt than its question has here.
+            ValueError: a reply answers a prompt that no question has.
         """
         questions = select_answered(self.questions(), answers)
         compared = dict(
             zip((question.id for question in questions), self._pair_answers(answers, questions), strict=True)
         )
         items = {call.item for call in replies}
-        kept = {name: row for name, row in compared.items() if row.same or name in items}
+        kept = {name: row for name, row in compared.items() if row.is_tie or name in items}
         rows = list(kept.values())
         _, preferences = alpaca_library.annotate(self._annotator.name, rows, replies) if rows else ([], np.zeros(0))
         rates = alpaca_library.win_rates(rows, preferences, self._auxiliary, list(map(int, kept)))
@@ -127,10 +126,10 @@ class AlpacaEval:
             NO_REPLY: len(compared) - len(rows),
             NO_VERDICT: int(np.isnan(preferences).sum()),
             TEXT_ONLY: len(without),
-            SAME: sum(row.same for row in rows),
+            SAME: sum(row.is_tie for row in rows),
             NO_LENGTHS: int(rates.lengths_equal),
         }
-        return Graded(
+        return RoundScores(
             questions=tuple(kept),
             scores=rates.scores,
             values=rates.values,
@@ -139,35 +138,40 @@ class AlpacaEval:
             errors=rates.errors,
         )
 
-    # -------------------------------------------------------------------------------------------- what it stands on
+    # -------------------------------------------------------------------------------------------- files and annotator
 
     @cached_property
     def _reference_file(self) -> Path:
-        place = from_hub(REFERENCE) if self.reference_outputs is None else Path(self.reference_outputs).expanduser()
-        if isinstance(place, str):
+        given = self.reference_outputs
+        file = download_data_file(REFERENCE) if given is None else Path(given).expanduser()
+        if isinstance(file, str):
             raise UserError(
-                f"benchmark.reference_outputs is not given, and the hub does not give {REFERENCE} ({place}): name a "
-                f"file; expected {HOW_TO_GET_REFERENCE}"
+                f"benchmark.reference_outputs is not set, and {REFERENCE} cannot be downloaded ({file}): set it to "
+                f"{HOW_TO_GET_REFERENCE}"
             )
-        return place
+        return file
 
     @cached_property
     def _rows(self) -> list[dict[str, str]]:
-        """Returns the rows of the reference set. UserError for a file of another form, or of several generators."""
+        """Reads the reference set.
+
+        Raises:
+            UserError: the file has an unexpected form or mixes several generators.
+        """
         file = self._reference_file
         given = self.reference_outputs or str(file)
         source = Checkout(file.parent, "benchmark.reference_outputs", given, f"Expected {HOW_TO_GET_REFERENCE}")
-        found: list[dict[str, str]] = source.json(file.name, [{"instruction": str, "output": str}])
+        found: list[dict[str, str]] = source.read_json(file.name, [{"instruction": str, "output": str}])
         if len(found) != self.rows:
-            source.refuse(
+            source.fail(
                 file.name,
-                f"has {len(found)} rows, expected {self.rows}: a row's position is its key, so the set must be whole; "
-                f"benchmark.rows={len(found)} takes a set of that size",
+                f"has {len(found)} rows, expected {self.rows}: rows are identified by position, so the set must be "
+                f"complete; set benchmark.rows={len(found)} for a set of that size",
             )
         generators = sorted({str(row.get("generator")) for row in found})
         if len(generators) != 1:
-            told = ", ".join(generators[:5])
-            source.refuse(file.name, f"has answers of {len(generators)} generators ({told}), expected one baseline")
+            listed = ", ".join(generators[:5])
+            source.fail(file.name, f"has answers from {len(generators)} generators ({listed}), expected one baseline")
         return found
 
     @cached_property
@@ -179,28 +183,33 @@ class AlpacaEval:
 
     @cached_property
     def _annotator(self) -> Annotator:
-        return alpaca_library.annotator(self.annotator)
+        return alpaca_library.load_annotator(self.annotator)
 
     @cached_property
     def _auxiliary(self) -> Path | None:
-        """Returns the auxiliary file; None without length control, or, with a warning, where it cannot be had."""
+        """Finds the auxiliary file; returns None without length control or, with a warning, if it is unavailable."""
         if not self.length_controlled:
             return None
         if self.auxiliary is not None:
             file, named = Path(self.auxiliary).expanduser(), f"benchmark.auxiliary={self.auxiliary}"
             return alpaca_library.read_auxiliary(file, self.rows, named)
-        found = from_hub(AUXILIARY)
+        found = download_data_file(AUXILIARY)
         if isinstance(found, Path):
             return alpaca_library.read_auxiliary(found, self.rows, str(found))
         _log.warning(
-            "%s: only raw win rates, no length-controlled one: %s (%s)", self.name, HOW_TO_GET_AUXILIARY, found
+            "%s: no length-controlled win rate, only raw ones, because a file is missing: get %s (%s)",
+            *(self.name, HOW_TO_GET_AUXILIARY, found),
         )
         return None
 
-    def _pair_answers(self, answers: Mapping[str, ModelAnswer], questions: Sequence[Question]) -> list[Compared]:
-        """Returns the rows of ``questions`` with both answers. UserError for answers that do not fit them."""
-        rivals = self.baseline_answers()
+    def _pair_answers(self, answers: Mapping[str, ModelAnswer], questions: Sequence[Question]) -> list[AlpacaRow]:
+        """Matches each answer with the baseline's.
+
+        Raises:
+            UserError: the answers do not match the questions.
+        """
+        baselines = self.baseline_answers()
         return [
-            Compared(question.turns[0], rivals[question.id], answer.turns[0])
+            AlpacaRow(question.turns[0], baselines[question.id], answer.turns[0])
             for question, answer in zip(questions, match_answers(self.name, questions, answers), strict=True)
         ]

@@ -1,11 +1,11 @@
-"""Parts of ``alpaca_eval`` that AlpacaEval 2 uses: prompts, order of the answers, meaning of a reply, win rates.
+"""Parts of ``alpaca_eval`` used by AlpacaEval 2: prompts, order of the answers, parsing of replies, win rates.
 
-The library defines the benchmark (version 0.6.6). A function in place of its own client gets its prompts and gives the
-replies that are there. So one store, one budget and one set of retries serve every benchmark, and the library's caches
-are never used: no round can meet the replies of another one.
+The library defines the benchmark (version 0.6.6). Its own client is replaced by a function that collects the prompts
+and returns stored replies. All benchmarks can therefore share one store, one budget and one retry policy. The library's
+caches are never used, so that no round sees the replies of another.
 
-The length-controlled rate needs ``df_gamed.csv`` (the difficulty of each instruction, and 1610 rows of the baseline
-told to be short or long), which the library downloads. Here it is a file that is handed over.
+The length-controlled rate needs ``df_gamed.csv`` (the difficulty of each instruction, and 1610 rows in which the
+baseline was told to be concise or verbose). The library would download it; here it is passed in as a file.
 """
 
 import io
@@ -33,34 +33,34 @@ from attnpo.schema import Json, Message, UserError, digest
 from attnpo.system.files import shorten
 from attnpo.system.hub_access import hub_unreachable_reason, offline_if_unreachable
 
-# What a grader can be told of the library's settings for a call; the others say how its own client goes about it.
+# Settings of the library that a grader supports, and those that only concern the library's own client.
 ASKED = {"max_tokens", "temperature", "top_p", "logprobs", "top_logprobs"}
 CLIENT = {"model_name", "price_per_token", "requires_chatml", "batch_size", "num_procs", "n_retries"}
-TEMPERATURE, MOST_TOKENS = 0.7, 2048  # what the library's client takes where an annotator says nothing
+TEMPERATURE, MOST_TOKENS = 0.7, 2048  # defaults of the library's client
 REPOSITORY = "tatsu-lab/alpaca_eval"
 _one_at_a_time = threading.RLock()
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One row of the benchmark: an instruction, the baseline's answer, the model's answer (both may be empty)."""
+class AlpacaRow:
+    """Row of the benchmark: instruction, baseline answer and model answer (both answers may be empty)."""
 
     instruction: str
     baseline: str
     output: str
 
     @property
-    def same(self) -> bool:
-        """Returns whether both answers are one text, which the library takes for a tie and asks nobody about."""
+    def is_tie(self) -> bool:
+        """Returns whether both answers are identical; the library counts that as a tie without asking the judge."""
         return self.baseline == self.output
 
 
 @dataclass(frozen=True)
 class Annotator:
-    """Annotator of the library: ``settings`` are those of a ``GradingCall``.
+    """Annotator of the library, with ``settings`` as arguments of a ``GradingCall``.
 
-    Their ``labels`` are the tokens that it reads, none where it reads a text. ``digest`` stands for its template, its
-    settings and its parser.
+    ``settings["labels"]`` are the verdict tokens; empty if the annotator parses text instead. ``digest`` covers its
+    template, settings and parser.
     """
 
     name: str
@@ -72,17 +72,17 @@ class Annotator:
 
 
 @cache
-def library() -> ModuleType:
-    """Returns the package ``alpaca_eval``, imported without its traces: a .env file read, the log's level changed.
+def import_alpaca_eval() -> ModuleType:
+    """Imports ``alpaca_eval`` without its side effects (it reads a .env file and changes the root logger's level).
 
     Raises:
         ImportError: it is not installed (``system.packages.describe_missing_package`` names the extra).
-        UserError: it is, but what it imports itself is not there.
+        UserError: it is installed, but one of its own dependencies is missing.
     """
-    # It reads a .env file, and asks for the user's name, which a container may not have.
+    # It reads a .env file, and looks up the user's name, which may be unset in a container.
     wanted = {"PYTHON_DOTENV_DISABLED": "1", "LOGNAME": os.environ.get("LOGNAME", "nobody")}
     before = {name: os.environ.get(name) for name in wanted}
-    with quiet():
+    with silence_alpaca_eval():
         os.environ.update(wanted)
         try:
             import alpaca_eval
@@ -92,8 +92,7 @@ def library() -> ModuleType:
             if error.name != "pkg_resources":
                 raise
             raise UserError(
-                "alpaca_eval needs pkg_resources, which setuptools 81 and later no longer bring: "
-                "pip install 'setuptools<81'"
+                "alpaca_eval needs pkg_resources, which was removed in setuptools 81: run pip install 'setuptools<81'"
             ) from error
         finally:
             for name, value in before.items():
@@ -106,10 +105,10 @@ def library() -> ModuleType:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Opens a context in which the library says nothing: it logs on the root logger, warns, prints, draws bars.
+def silence_alpaca_eval() -> Iterator[None]:
+    """Silences the library inside a context: its root-logger records, warnings, prints and progress bars.
 
-    Records of other loggers pass. What the library reports is counted by those who call it.
+    Other loggers still work. Callers count what the library would have reported.
     """
     root, nothing = logging.getLogger(), logging.NullHandler()
     with _one_at_a_time, warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -128,22 +127,22 @@ def quiet() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ its data
 
 
-def from_hub(file: str) -> Path | str:
-    """Returns a file of the library's data set, from the hub or its cache; in words why it cannot be had."""
+def download_data_file(file: str) -> Path | str:
+    """Downloads a file of the library's data set or finds it in the hub cache; returns the reason if neither works."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        with offline_if_unreachable(), quiet():
+        with offline_if_unreachable(), silence_alpaca_eval():
             return Path(hf_hub_download(REPOSITORY, file, repo_type="dataset"))
     except (OSError, EntryNotFoundError) as error:
         return hub_unreachable_reason() or shorten(str(error).splitlines()[0], 120)
 
 
-def how_to_get(file: str) -> str:
-    """Says where a file of the library's data set is."""
+def download_hint(file: str) -> str:
+    """Returns instructions for downloading a file of the library's data set."""
     return (
-        f"{file} of the hub data set {REPOSITORY} (on a machine with a network: `hf download {REPOSITORY} {file} "
+        f"{file} of the hub data set {REPOSITORY} (with network access: `hf download {REPOSITORY} {file} "
         "--repo-type dataset`)"
     )
 
@@ -151,29 +150,29 @@ def how_to_get(file: str) -> str:
 # ------------------------------------------------------------------------------------------------ annotators
 
 
-def annotator(name: str) -> Annotator:
-    """Returns what the annotator of this name asks for; a path of a folder with a ``configs.yaml`` is one too.
+def load_annotator(name: str) -> Annotator:
+    """Loads an annotator by its name in the library, or by the path of a folder with a ``configs.yaml``.
 
     Raises:
-        UserError: there is no such annotator, or it asks for what a grader cannot be given (tools, favoured tokens,
-            several questions in one call, a prompt that is no chat).
+        UserError: there is no such annotator, or it uses features that graders do not support (tools, logit bias,
+            several questions per call, a prompt that is not a chat).
     """
-    pool = _pool(name)
+    pool = _load_annotator_pool(name)
     if len(pool.annotators) != 1:
-        raise _unusable(name, f"it is a pool of {len(pool.annotators)} annotators")
+        raise _unsupported_annotator_error(name, f"it is a pool of {len(pool.annotators)} annotators")
     (single,) = pool.annotators.values()
     settings, parser = dict(single.completions_kwargs), single.fn_completion_parser
     unknown = sorted(settings.keys() - ASKED - CLIENT)
     if unknown:
-        raise _unusable(name, f"it needs {', '.join(unknown)}, which graders are not told")
+        raise _unsupported_annotator_error(name, f"it needs {', '.join(unknown)}, which graders do not support")
     if single.batch_size != 1:
-        raise _unusable(name, f"it puts {single.batch_size} questions into one call")
+        raise _unsupported_annotator_error(name, f"it puts {single.batch_size} questions into one call")
     if not single.prompt_template.lstrip().startswith("<|im_start|>"):
-        raise _unusable(name, "its prompt is not a list of messages (<|im_start|> ...)")
+        raise _unsupported_annotator_error(name, "its prompt is not a list of messages (<|im_start|> ...)")
     numerator = parser.keywords.get("numerator_token")
     reads_text = numerator is None and single.completion_key == "completions"
     if not reads_text and (numerator is None or parser.keywords.get("log_prob_index", "batch") not in ("batch", 0)):
-        raise _unusable(name, "it reads more of a reply than its text or its first token")
+        raise _unsupported_annotator_error(name, "it reads more of a reply than its text or its first token")
     denominators = parser.keywords.get("denominator_tokens", ())
     account = [single.prompt_template, settings, parser.func.__name__, repr(sorted(parser.keywords.items()))]
     asked = {
@@ -183,28 +182,28 @@ def annotator(name: str) -> Annotator:
         "top_logprobs": int(settings.get("top_logprobs", 0)),
         "labels": tuple(dict.fromkeys((numerator, *denominators))) if numerator else (),
     }
-    return Annotator(name, asked, digest([*account, single.seed, library().__version__]))
+    return Annotator(name, asked, digest([*account, single.seed, import_alpaca_eval().__version__]))
 
 
-def _pool(name: str):  # type: ignore[no-untyped-def]  # a class of the library
-    """Returns the library's annotator, which keeps nothing on the disk. A name with a slash is a path of the user's."""
-    package = library()
+def _load_annotator_pool(name: str):  # type: ignore[no-untyped-def]  # a class of the library
+    """Loads an annotator of the library without its disk cache; a name with a slash is a path."""
+    package = import_alpaca_eval()
     config = str(Path(name).expanduser().absolute()) if os.sep in name else name
-    with quiet():
+    with silence_alpaca_eval():
         try:
             return package.annotators.PairwiseAnnotator(annotators_config=config, caching_path=None)
         except (OSError, ImportError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
-                f"benchmark.annotator={name}: alpaca_eval {package.__version__} cannot make this annotator "
+                f"benchmark.annotator={name}: alpaca_eval {package.__version__} cannot load this annotator "
                 f"({type(error).__name__}: {shorten(str(error), 120)}); expected the name of a folder in "
-                f"{package.constants.EVALUATORS_CONFIG_DIR}, or the path of a folder like these, written with a slash"
+                f"{package.constants.EVALUATORS_CONFIG_DIR}, or the path of a similar folder, written with a slash"
             ) from error
 
 
-def _unusable(name: str, why: str) -> UserError:
+def _unsupported_annotator_error(name: str, why: str) -> UserError:
     return UserError(
-        f"benchmark.annotator={name} cannot be asked through a grader: {why}; expected one that asks one question per "
-        "call in plain messages, such as weighted_alpaca_eval_gpt-4o-mini-2024-07-18"
+        f"benchmark.annotator={name} cannot be used with a grader: {why}; expected an annotator that sends one "
+        "question per call as plain messages, such as weighted_alpaca_eval_gpt-4o-mini-2024-07-18"
     )
 
 
@@ -212,39 +211,39 @@ def _unusable(name: str, why: str) -> UserError:
 
 
 def annotate(
-    name: str, rows: Sequence[Compared], replies: Replies
+    name: str, rows: Sequence[AlpacaRow], replies: Replies
 ) -> tuple[list[tuple[Message, ...] | None], Float[np.ndarray, " rows"]]:
-    """Returns what the judge is still to be asked of each row, and the library's preference, from one pass of it.
+    """Runs the library over the rows: returns the judge prompts that still lack a reply, and the preferences.
 
-    A row that has its reply, or two equal answers, has nothing to be asked. A preference is 1 where the baseline's
-    answer is surely better, 2 where the model's is, 1.5 for ties; NaN without a reply, or without a verdict in it. A
-    reply without log-probabilities counts as if its text had all the probability. The instruction seeds the order of
-    the two answers, the library's way: the same in every round.
+    A row with a reply, or with two identical answers, needs no prompt. Preferences run from 1 (the baseline's answer
+    is certainly better) through 1.5 (tie) to 2 (the model's is); NaN if there is no reply, or no verdict in it. A reply
+    without log-probabilities counts as if its text had probability 1. As in the library, the instruction seeds the
+    order of the two answers, so that it is the same in every round.
 
     Raises:
-        ValueError: a reply is to a prompt that no row has.
+        ValueError: a reply answers a prompt that no row has.
     """
     given = {digest(call.messages): reply for call, reply in replies.items()}
     known: set[str] = set()
-    with quiet():
-        pool = _pool(name)
+    with silence_alpaca_eval():
+        pool = _load_annotator_pool(name)
         (single,) = pool.annotators.values()
         parse, lacking = single.fn_completion_parser, f"{single.prfx_to_completion_cols}lacking"
 
         def complete(prompts: Sequence[str], **settings: object) -> dict[str, Sequence[object]]:
-            """Stands for the library's client; prompts come shuffled, and go back in the column ``lacking``."""
-            keys = [digest(_messages(prompt)) for prompt in prompts]
+            """Replaces the library's client; returns prompts without a reply in the column ``lacking``."""
+            keys = [digest(_to_messages(prompt)) for prompt in prompts]
             known.update(keys)
             found = [given.get(key) for key in keys]
             return {
                 single.completion_key: [
-                    "" if one is None else _completion(one, single.completion_key) for one in found
+                    "" if one is None else _to_completion(one, single.completion_key) for one in found
                 ],
                 "lacking": [prompt if one is None else None for prompt, one in zip(prompts, found, strict=True)],
             }
 
         single.fn_completions = complete
-        # The library drops what has no verdict, and with it what is to be asked.
+        # The library drops rows without a verdict, and would drop the prompts that we still have to send.
         single.fn_completion_parser = lambda completion: [1] if completion == "" else parse(completion)
         pool.other_keys_to_keep.append(lacking)
         annotated = pool.annotate_head2head(  # in the order of the rows
@@ -254,19 +253,19 @@ def annotate(
         )
     others = [call.item for call in replies if digest(call.messages) not in known]
     if others:
-        raise ValueError(f"the reply of question {others[0]} is to another prompt than this question has")
-    asked = [_messages(prompt) if isinstance(prompt := row.get(lacking), str) else None for row in annotated]
+        raise ValueError(f"the reply to question {others[0]} answers a different prompt than the question has now")
+    asked = [_to_messages(prompt) if isinstance(prompt := row.get(lacking), str) else None for row in annotated]
     values = [row["preference"] if messages is None else None for row, messages in zip(annotated, asked, strict=True)]
     return asked, np.array([np.nan if value is None else float(value) for value in values], dtype=float)
 
 
-def _messages(prompt: str) -> tuple[Message, ...]:
-    turns = library().utils.prompt_to_chatml(prompt.strip())
+def _to_messages(prompt: str) -> tuple[Message, ...]:
+    turns = import_alpaca_eval().utils.prompt_to_chatml(prompt.strip())
     return tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
 
 
-def _completion(reply: GradingReply, completion_key: str) -> Json:
-    """Returns a reply as the library's client does: a text, or a choice with the first token's log-probabilities."""
+def _to_completion(reply: GradingReply, completion_key: str) -> Json:
+    """Converts a reply to the library's form: a text, or a choice with the first token's log-probabilities."""
     text = reply.text or " "
     if completion_key == "completions":
         return text
@@ -278,15 +277,16 @@ def _completion(reply: GradingReply, completion_key: str) -> Json:
 LENGTH_CONTROLLED, RAW, DISCRETE = "lc_win_rate", "win_rate", "discrete_win_rate"
 AUXILIARY = "df_gamed.csv"
 MODEL_FORM = "length_controlled_v1"
-GAMED_WEIGHT = 0.2 / 2  # of each extra row: the library's lambda over its two gamed baselines
+GAMED_WEIGHT = 0.2 / 2  # weight of each extra row: the library's lambda over its two gamed baselines
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Win rates in percent. ``values`` [rows]: what each row adds to a figure that is a mean over rows, NaN for none.
+class WinRates:
+    """Win rates in percent.
 
-    ``errors``: the standard error of each figure over questions. ``lengths_equal``: no length-controlled rate exists,
-    because the lengths of the two answers differ by the same everywhere, or there is one row.
+    ``values`` [rows]: each row's contribution to the rates that are means over rows, NaN if it has none. ``errors``:
+    standard error of each rate over questions. ``lengths_equal``: the length-controlled rate does not exist, because
+    all rows have the same length difference or there is only one row.
     """
 
     scores: dict[str, float]
@@ -299,27 +299,29 @@ class Rates:
 
 
 def read_auxiliary(file: Path, instructions: int, named: str) -> Path:
-    """Returns the auxiliary file itself.
+    """Validates the auxiliary file and returns it.
 
-    UserError, in which it is called ``named``, where there is none, or it is not for so many instructions.
+    Raises:
+        UserError: the file is missing, malformed or made for another number of instructions; the message calls it
+            ``named``.
     """
     import pandas
 
     wanted = {"index", "model", "preference", "std_delta_len", "instruction_difficulty", "not_gamed_baseline"}
     if not file.is_file():
-        raise UserError(f"{named}: there is no such file (looked from {Path.cwd()}); expected {how_to_get(AUXILIARY)}")
+        raise UserError(f"{named}: no such file (working folder: {Path.cwd()}); expected {download_hint(AUXILIARY)}")
     try:
         table = pandas.read_csv(file)
     except (OSError, ValueError) as error:
-        raise UserError(f"{named} is no table ({error}); expected {how_to_get(AUXILIARY)}") from error
+        raise UserError(f"{named} is not a CSV table ({error}); expected {download_hint(AUXILIARY)}") from error
     if lacking := sorted(wanted - set(table.columns)):
-        raise UserError(f"{named} has no column {lacking[0]}; expected {how_to_get(AUXILIARY)}")
+        raise UserError(f"{named} has no column {lacking[0]}; expected {download_hint(AUXILIARY)}")
     order = list(dict.fromkeys(table["index"].tolist()))
     if order != list(range(instructions)) or order != table["index"].tolist()[:instructions]:
         raise UserError(
-            f"{named} is for {len(order)} instructions, the reference set has {instructions} "
-            "(benchmark.reference_outputs): difficulties belong to instructions by their position, so both files must "
-            "be of the same set; without that, benchmark.length_controlled=false gives the raw win rate alone"
+            f"{named} covers {len(order)} instructions, but the reference set has {instructions} "
+            "(benchmark.reference_outputs): difficulties are assigned to instructions by position, so both files must "
+            "belong to the same set; otherwise set benchmark.length_controlled=false to compute only the raw win rate"
         )
     return file
 
@@ -328,16 +330,16 @@ def read_auxiliary(file: Path, instructions: int, named: str) -> Path:
 
 
 def win_rates(
-    rows: Sequence[Compared],
+    rows: Sequence[AlpacaRow],
     preferences: Float[np.ndarray, " rows"],
     auxiliary: Path | None,
     places: Sequence[int] | None = None,
-) -> Rates:
-    """Returns the library's win rates of a model, from its preferences (1 to 2, NaN where the judge gave no verdict).
+) -> WinRates:
+    """Computes the library's win rates from the judge's preferences (1 to 2, NaN without a verdict).
 
-    ``places``: the rows' positions in the reference set, by which they have their difficulty; all in order by default.
-    ``auxiliary`` None: no length-controlled rate. Raw rates leave rows without a preference out; the length-controlled
-    one is fitted without them, but predicts for them, as the library has it.
+    ``places``: positions of the rows in the reference set, which determine their difficulty (default: 0, 1, ...).
+    ``auxiliary``: file for the length-controlled rate, which is skipped if None. Raw rates leave out rows without a
+    preference. As in the library, the length-controlled rate is fitted without these rows but predicts for them.
     """
     import pandas
 
@@ -345,8 +347,8 @@ def win_rates(
     values = {RAW: percent, DISCRETE: np.where(percent == 50, 50, np.where(percent > 50, 100, 0) + 0 * percent)}
     if np.isnan(preferences).all():
         nothing = {name: math.nan for name in ([LENGTH_CONTROLLED] if auxiliary else []) + [RAW, DISCRETE]}
-        return Rates(nothing, values)
-    # The library knows the baseline by its name: against itself the length-controlled rate is 50 by definition.
+        return WinRates(nothing, values)
+    # The library recognises the baseline by its name: against itself the length-controlled rate is 50 by definition.
     itself = all(row.output == row.baseline for row in rows)
     annotations = pandas.DataFrame(
         {
@@ -362,11 +364,11 @@ def win_rates(
     lengths = np.array([len(row.baseline) - len(row.output) for row in rows], dtype=float)
     spread = float(np.std(lengths, ddof=1)) if len(rows) > 1 else 0.0
     controlled = auxiliary is not None and (itself or spread > 0)
-    found = _metrics(annotations, auxiliary if controlled else None)
+    found = _compute_metrics(annotations, auxiliary if controlled else None)
     scores = {RAW: float(found["win_rate"]), DISCRETE: float(found["discrete_win_rate"])}
     errors = {RAW: float(found["standard_error"])}
     if auxiliary is None:
-        return Rates(scores, values, errors)
+        return WinRates(scores, values, errors)
     scores = {LENGTH_CONTROLLED: float(found.get("length_controlled_winrate", math.nan)), **scores}
     if itself:
         errors[LENGTH_CONTROLLED] = 0.0
@@ -375,22 +377,22 @@ def win_rates(
         errors[LENGTH_CONTROLLED] = _standard_error(
             weights, lengths / spread, percent / 100, annotations.index.to_numpy(), auxiliary
         )
-    return Rates(scores, values, errors, lengths_equal=not controlled)
+    return WinRates(scores, values, errors, lengths_equal=not controlled)
 
 
-def _metrics(annotations: object, auxiliary: Path | None) -> dict[str, float]:
-    """Returns the library's metrics; with the auxiliary file those of length control and the three fitted weights."""
+def _compute_metrics(annotations: object, auxiliary: Path | None) -> dict[str, float]:
+    """Returns the library's metrics; with an auxiliary file also the length-controlled ones and the fitted weights."""
     import pandas
     import sklearn
 
-    metrics = library().metrics
+    metrics = import_alpaca_eval().metrics
     if auxiliary is None:
-        with quiet():
+        with silence_alpaca_eval():
             return {name: float(value) for name, value in metrics.get_winrate(annotations).items()}
-    # Two traces that the library would leave: weights beside its own sources, and a switch of scikit-learn.
+    # The library would save weights in its own package folder and change scikit-learn's global configuration.
     with tempfile.TemporaryDirectory() as folder, sklearn.config_context():
         download = patch.object(metrics.glm_winrate, "hf_hub_download", lambda **named: str(auxiliary))
-        with quiet(), download:
+        with silence_alpaca_eval(), download:
             found = metrics.get_length_controlled_winrate(annotations, glm_name=MODEL_FORM, save_weights_dir=folder)
         weights = pandas.read_csv(Path(folder) / MODEL_FORM / "baseline_baseline.csv", index_col=0).iloc[0].tolist()
     named = dict(zip(("length", "difficulty", "baseline"), weights, strict=True))
@@ -406,10 +408,10 @@ def _standard_error(
 ) -> float:
     """Returns the standard error over questions of the length-controlled rate, in percent.
 
-    The library's own (``lc_standard_error``) is the spread of predictions whose fit is taken as certain, though it is
-    the questions that decide the fit: about half of what resampling them gives. Here a question counts by what it adds
-    through the mean and through the fitted weights (the influence function of a weighted logistic regression).
-    ``lengths`` are in standard deviations, ``shares`` in [0, 1].
+    The library's own estimate (``lc_standard_error``) treats the fitted weights as certain, although they depend on
+    the questions; it is about half of what resampling the questions gives. This one includes each question's effect
+    on the fitted weights as well as on the mean (influence function of a weighted logistic regression). ``lengths``
+    are in standard deviations, ``shares`` in [0, 1].
     """
     import pandas
 

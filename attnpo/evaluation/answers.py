@@ -1,8 +1,8 @@
-"""Answers of a model, written as they come into a file that a repeated command continues.
+"""Generates a model's answers and writes them to a file as they arrive; a repeated command continues that file.
 
-``attnpo.generate`` answers prompts; what does not fit is named. The questions of a benchmark have one or more turns and
-a file per round: every first turn is answered before any second one, which is asked on top of the model's own answer.
-No question is ever left out, since benchmarks count by position: an answer that cannot be made is an empty text.
+``attnpo.generate`` answers prompts and lists those that are too long. Benchmark questions have one or more turns and
+one file per round: all first turns are answered before any second turn, which follows the model's own first answer.
+Benchmarks identify questions by position, so none is ever left out: an answer that cannot be generated is empty text.
 """
 
 import logging
@@ -31,10 +31,9 @@ log = logging.getLogger(__name__)
 
 
 class AnswerRow(KeyedRow):
-    """One answer in a file. ``draw`` counts the answers to one prompt, or the turns of a question from 0.
+    """One answer in a file. ``draw``: index among the answers to a prompt, or index of a question's turn.
 
-    ``finish_reason`` and ``refused`` are those of the reply. ``temperature``: that of the question, where it has one of
-    its own.
+    ``finish_reason`` and ``refused`` are copied from the reply; ``temperature`` is set if the question overrides it.
     """
 
     prompt: list[Message]
@@ -47,7 +46,7 @@ class AnswerRow(KeyedRow):
 
 @dataclass(frozen=True)
 class AnswerRules:
-    """Number of answers: ``per_prompt`` are drawn for each prompt."""
+    """Number of answers to generate for each prompt."""
 
     per_prompt: int = 1
 
@@ -71,34 +70,34 @@ class AnswerConfig(RootConfig):
         check_choice("trainer.accelerator", self.trainer.get("accelerator", "auto"), ACCELERATORS)
 
 
-# Raised by hand with every change of the code that moves a benchmark's answer.
+# Increase with every code change that changes a benchmark's answers.
 VERSION = "1"
 OUTPUT = "output=FOLDER"
-NAMED = 3  # ids named in the log per reason
-LOG_EVERY = 10.0  # seconds between two lines on the progress
+NAMED = 3  # ids listed in the log per reason
+LOG_EVERY = 10.0  # seconds between progress lines
 
 
 # ------------------------------------------------------------------------------------------------ the command
 
 
 def answer_prompts(cfg: AnswerConfig) -> Path:
-    """Returns the file with the answers that a config of ``attnpo.generate`` asks for; has those it lacks made.
+    """Runs ``attnpo.generate``: generates the answers that are still missing and returns the path of the file.
 
-    In a job of several processes each answers its share into a part; the last one merges them.
+    With several processes, each writes its share to a part file, and the last to finish merges the parts.
 
     Raises:
-        UserError: model or prompts cannot be read, nothing can be answered, or the file holds answers of another model
-            or sampling, or another job is writing into it.
+        UserError: model or prompts cannot be read, no prompt can be answered, the file holds answers from another
+            model or other sampling settings, or another job is writing to it.
     """
     from attnpo.data.prepare import (
-        warn_about_special_tokens,  # transformers waits until the configuration is known to be sound
+        warn_about_special_tokens,  # imports transformers, so only after the config was checked
     )
 
     model, data, per_prompt, sampling = cfg.model, cfg.data, cfg.answers.per_prompt, cfg.sampling
     if per_prompt > 1 and sampling.temperature == 0:
         raise UserError(
-            f"answers.per_prompt={per_prompt} with sampling.temperature=0 gives one answer {per_prompt} times: set a "
-            "temperature above 0"
+            f"answers.per_prompt={per_prompt} with sampling.temperature=0 gives the same answer {per_prompt} times: "
+            "set a temperature above 0"
         )
     path = default_path(model.path, data) if cfg.output is None else Path(cfg.output).expanduser()
     file = JsonlStore[AnswerRow](path, "answers", *rank_and_world_size())
@@ -108,28 +107,28 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
         found = data.load()
         if answerer.limit is not None and sampling.max_new_tokens >= answerer.limit:
             raise UserError(
-                f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has "
-                f"{answerer.limit} positions, or answering.max_length says so"
+                f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the limit is "
+                f"{answerer.limit} tokens (answering.max_length, or the model's number of positions)"
             )
         encoded = encode_prompts(found.prompts, answerer.chat, sampling.max_new_tokens, answerer.limit)
         unanswered = encoded.left_out
         for reason, ids in unanswered.items():
-            log.warning("left out, %s: %d of %d prompts (%s)", reason, len(ids), len(found.prompts), _first(ids))
+            log.warning("%d of %d prompts left out, %s (%s)", len(ids), len(found.prompts), reason, _list_ids(ids))
         if encoded.refusal is not None:
-            log.warning("the first refusal: %s", encoded.refusal)
-        _require_some(encoded, len(found.prompts), "prompts")
+            log.warning("first error of the chat template: %s", encoded.refusal)
+        _require_answerable(encoded, len(found.prompts), "prompts")
         if answerer.chat is not None:
             rendered = [prompt.id for prompt in found.prompts if answerer.chat.has_special_tokens(prompt.messages)]
             warn_about_special_tokens(len(rendered), len(found.prompts), rendered)
-        key = key_of(answerer, sampling)
+        key = answer_key(answerer, sampling)
         have = file.open(key)
         wanted = [(prompt, draw) for prompt in encoded.kept for draw in range(per_prompt)]
         turns = {prompt.id: prompt for prompt in found.prompts}
         for (name, _), row in have.items():
             if name in turns and row["prompt"] != list(turns[name].messages):
                 raise UserError(
-                    f"{path} holds an answer to another prompt under the id {name!r}: give another output=FILE.jsonl, "
-                    "or ids that are unique (data.columns.id)"
+                    f"{path} holds an answer to another prompt under the id {name!r}: set another output=FILE.jsonl, "
+                    "or use unique ids (data.columns.id)"
                 )
         share = wanted[file.rank :: file.processes]
         lacking = {
@@ -137,13 +136,16 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
             for name, draw in share
             if (name, draw) not in have
         }
-        log.info("%d answers wanted, %d are in %s, %d to compute here", len(wanted), len(have), file.path, len(lacking))
+        log.info(
+            "%d answers requested; %d are already in %s, %d to generate here",
+            *(len(wanted), len(have), file.path, len(lacking)),
+        )
         began = time.perf_counter()
-        for some in fill(answerer, lacking, sampling):
+        for some in generate_rows(answerer, lacking, sampling):
             file.append(some)
         rows = file.merge(wanted)
         if rows is None:
-            log.info("this process's share is done; the last process to finish merges the parts into %s", file.path)
+            log.info("this process has finished its share; the last one to finish merges all parts into %s", file.path)
         else:
             facts = {
                 "versions": package_versions(),
@@ -157,47 +159,49 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
                 "refused": count_refused(rows),
                 "seconds": round(time.perf_counter() - began, 2),
             }
-            file.account(key, facts)
+            file.write_sidecar(key, facts)
             log.info("%d answers in %s; %s", len(rows), file.path, facts["finish_reasons"])
     return path
 
 
 def default_path(model: str, source: PromptSource) -> Path:
-    """Returns where the answers lie without ``output``: a file in a folder named after the model and the prompts."""
+    """Returns the default path of the answers file, in a folder named after the model and the prompts."""
     data = Path(source.path)
-    # RUN/best and organisation/model: the last part alone does not say which.
+    # Both parts of RUN/best and organisation/model: the last part alone is ambiguous.
     parts = [*(part for part in Path(model).parts[-2:] if part.strip("./~")), data.name.partition(".")[0]]
-    if not data.suffix:  # a folder or a hub name, which hold several splits
+    if not data.suffix:  # a folder or a hub name, which may hold several splits
         parts.append(source.split)
     named = "-".join([*parts, *([] if source.rows is None else [re.sub(r"[^0-9%]+", "_", source.rows)])])
     return RUNS_ROOT / f"answers-{named}" / "answers.jsonl"
 
 
-def key_of(answerer: Answerer, sampling: Sampling) -> dict[str, object]:
-    """Returns what decides the answer to a given prompt."""
+def answer_key(answerer: Answerer, sampling: Sampling) -> dict[str, object]:
+    """Returns the settings and versions that determine the answer to a given prompt."""
     return {**answerer.key(), "sampling": sampling.fingerprint()}
 
 
-# ------------------------------------------------------------------------------------------------ its steps
+# ------------------------------------------------------------------------------------------------ generating
 
 
-def fill(answerer: Answerer, lacking: Mapping[Name, ChatRequest], sampling: Sampling) -> Iterator[list[AnswerRow]]:
-    """Yields the rows of what is lacking, as they come: to be written before the next are asked for."""
-    names, asked = list(lacking), list(lacking.values())
-    began = said = time.perf_counter()
+def generate_rows(
+    answerer: Answerer, requests: Mapping[Name, ChatRequest], sampling: Sampling
+) -> Iterator[list[AnswerRow]]:
+    """Generates answers and yields their rows as they arrive, so that each batch can be written before the next."""
+    names, asked = list(requests), list(requests.values())
+    began = logged = time.perf_counter()
     done = tokens = 0
     for replies in answerer.answer(asked, sampling):
-        yield [row_of(names[index], asked[index], reply) for index, reply in replies.items()]
+        yield [make_answer_row(names[index], asked[index], reply) for index, reply in replies.items()]
         done += len(replies)
         tokens += sum(reply.tokens for reply in replies.values())
         now = time.perf_counter()
-        if now - said > LOG_EVERY or done == len(names):
-            said = now
+        if now - logged > LOG_EVERY or done == len(names):
+            logged = now
             log.info("answers: %d of %d, %.0f tokens/s", done, len(names), tokens / max(now - began, 1e-9))
 
 
-def row_of(name: Name, asked: ChatRequest, reply: Reply) -> AnswerRow:
-    """Returns the row of a reply."""
+def make_answer_row(name: Name, asked: ChatRequest, reply: Reply) -> AnswerRow:
+    """Builds the row that stores a reply."""
     row = AnswerRow(
         id=name[0],
         draw=name[1],
@@ -211,28 +215,28 @@ def row_of(name: Name, asked: ChatRequest, reply: Reply) -> AnswerRow:
     return row
 
 
-def _require_some(encoded: EncodedPrompts, count: int, noun: str) -> None:
-    """Raises UserError where none of ``count`` prompts, if there are any, can be answered."""
+def _require_answerable(encoded: EncodedPrompts, count: int, noun: str) -> None:
+    """Raises UserError if there are prompts and none can be answered."""
     if count and not encoded.kept:
         reasons = [*encoded.left_out] if encoded.refusal is None else [str(encoded.refusal), *encoded.left_out]
         raise UserError(
-            f"none of the {count} {noun} can be answered: {'; '.join(reasons)}. Where they are too long, lower "
+            f"none of the {count} {noun} can be answered: {'; '.join(reasons)}. If they are too long, lower "
             "sampling.max_new_tokens or raise answering.max_length"
         )
 
 
 def count_refused(rows: Iterable[AnswerRow]) -> dict[str, int]:
-    """Returns how many answers are empty because there could be none, by reason; warns of each, with the first ids."""
+    """Counts answers that could not be generated by reason, and logs a warning with the first ids for each."""
     ids: dict[str, list[str]] = {}
     for row in rows:
         if "refused" in row:
             ids.setdefault(row["refused"], []).append(row["id"])
     for reason, named in ids.items():
-        log.warning("empty answers, %s: %d (%s)", reason, len(named), _first(list(dict.fromkeys(named))))
+        log.warning("%d empty answers, %s (%s)", len(named), reason, _list_ids(list(dict.fromkeys(named))))
     return {reason: len(named) for reason, named in sorted(ids.items())}
 
 
-def _first(ids: Sequence[str]) -> str:
+def _list_ids(ids: Sequence[str]) -> str:
     return ", ".join(ids[:NAMED]) + (", ..." if len(ids) > NAMED else "")
 
 
@@ -241,11 +245,11 @@ def _first(ids: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class RoundStatistics:
-    """Lengths of the answers of a round, and what is wrong with them.
+    """Lengths of the answers of a round, and counts of unusable ones.
 
-    ``tokens`` and ``characters``: means over questions, all turns of one together. ``cut``: the share of turns whose
-    answer ended at the most tokens. ``empty``: turns without a text (blanks are none); those among them that could not
-    be answered stand by reason in ``refused``. ``counted_by``: whose tokens they are.
+    ``tokens`` and ``characters``: means over questions, summed over the turns of a question. ``cut``: share of turns
+    whose answer was cut at the token limit. ``empty``: turns with an empty or blank answer; ``refused`` counts those
+    that could not be answered, by reason. ``counted_by``: the tokenizer that counted the tokens.
     """
 
     questions: int
@@ -260,9 +264,9 @@ class RoundStatistics:
 
 @dataclass(frozen=True)
 class RoundAnswers:
-    """Answers of one round, by question in the questions' order.
+    """Answers of one round by question, in the order of the questions.
 
-    ``greedy``: the questions whose answers are the same in every round, since they are not drawn.
+    ``greedy``: questions answered at temperature 0, whose answers are the same in every round.
     """
 
     answers: dict[str, ModelAnswer]
@@ -271,32 +275,32 @@ class RoundAnswers:
 
 
 def round_path(folder: Path, round_: int) -> Path:
-    """Returns where the answers of a round lie."""
+    """Returns the path of a round's answers file."""
     return folder / f"answers-round{round_}.jsonl"
 
 
 def answer_questions(
     questions: Sequence[Question], sampling: Sampling, answerer: Answerer, folder: Path, round_: int = 0
 ) -> RoundAnswers:
-    """Returns the answers of round ``round_``, from its file in ``folder`` and, where it lacks some, from ``answerer``.
+    """Returns the answers of a round: reads them from its file in ``folder`` and generates those that are missing.
 
-    The round's seed is ``sampling.seed + round_``. Greedy answers of a later round are copied from round 0, where that
-    has them.
+    The round's seed is ``sampling.seed + round_``. Later rounds copy greedy answers from round 0 if it has them.
 
     Raises:
-        UserError: two questions have one id or one has no turns; no question can be answered; the file holds answers
-            of another model or sampling or to other questions; another job writes into it; the backend cannot answer.
+        UserError: two questions share an id, or one has no turns; no question can be answered; the file holds answers
+            from another model, other sampling settings or other questions; another job is writing to it; the backend
+            cannot answer.
     """
     by_id: dict[str, Question] = {}
     for question in questions:
         if question.id in by_id:
             raise UserError(f"two questions have the id {question.id!r}: ids must be unique")
         if not question.turns:
-            raise UserError(f"question {question.id!r} has no turn: expected at least one text of the user")
+            raise UserError(f"question {question.id!r} has no turns: expected at least one user turn")
         by_id[question.id] = question
     file = _round_file(folder, round_)
     with folder_lock(folder, file=file.part.name, instead=OUTPUT):
-        return _Round(by_id, sampling, answerer, file, round_).run()
+        return _RoundWriter(by_id, sampling, answerer, file, round_).run()
 
 
 def _round_file(folder: Path, round_: int) -> JsonlStore[AnswerRow]:
@@ -304,8 +308,8 @@ def _round_file(folder: Path, round_: int) -> JsonlStore[AnswerRow]:
 
 
 @dataclass
-class _Round:
-    """Work of one round on its file."""
+class _RoundWriter:
+    """Completes the answers file of one round."""
 
     questions: Mapping[str, Question]
     base: Sampling
@@ -323,12 +327,12 @@ class _Round:
         }
 
     def run(self) -> RoundAnswers:
-        """Copies, answers, puts in order and accounts."""
+        """Copies greedy answers, generates missing ones, and merges the file with its statistics."""
         key = self._key(self.sampling)
         self.rows = self.file.open(key)
         if not self.rows:
-            firsts = [AnswerPrompt(name, self._messages(question, 0)) for name, question in self.questions.items()]
-            _require_some(self._encode(firsts), len(firsts), "questions")
+            firsts = [AnswerPrompt(name, self._conversation(question, 0)) for name, question in self.questions.items()]
+            _require_answerable(self._encode(firsts), len(firsts), "questions")
         self._copy_greedy()
         for turn in range(max((len(question.turns) for question in self.questions.values()), default=0)):
             self._answer_turn([question for question in self.questions.values() if len(question.turns) > turn], turn)
@@ -336,26 +340,27 @@ class _Round:
         rows = self.file.merge(order) or []
         answers = {}
         for name, turns in groupby(rows, lambda row: row["id"]):
-            of = list(turns)
-            texts, tokens = tuple(row["answer"] for row in of), tuple(row["tokens"] for row in of)
-            answers[name] = ModelAnswer(name, texts, tokens, tuple(row["finish_reason"] for row in of))
-        told = self._statistics(rows)
-        self.file.account(key, {"statistics": dict(vars(told)), "greedy": sorted(self.greedy)})
+            own = list(turns)
+            texts, tokens = tuple(row["answer"] for row in own), tuple(row["tokens"] for row in own)
+            answers[name] = ModelAnswer(name, texts, tokens, tuple(row["finish_reason"] for row in own))
+        statistics = self._compute_statistics(rows)
+        self.file.write_sidecar(key, {"statistics": dict(vars(statistics)), "greedy": sorted(self.greedy)})
         log.info(
-            "%d answers in %s: %.0f tokens and %.0f characters a question, %.1f %% cut, %d empty",
-            *(told.turns, self.file.path, told.tokens, told.characters, 100 * told.cut, told.empty),
+            "%d answers in %s: %.0f tokens and %.0f characters per question, %.1f %% cut at the token limit, %d empty",
+            *(statistics.turns, self.file.path, statistics.tokens, statistics.characters),
+            *(100 * statistics.cut, statistics.empty),
         )
-        return RoundAnswers(answers, told, frozenset(self.greedy))
+        return RoundAnswers(answers, statistics, frozenset(self.greedy))
 
     def _key(self, sampling: Sampling) -> dict[str, object]:
-        # The limit decides what is answered at all, and here what is not answered is a row as well.
-        return {**key_of(self.answerer, sampling), "max_length": self.answerer.limit, "code": VERSION}
+        # The limit decides which questions can be answered, and unanswered ones are stored as rows too.
+        return {**answer_key(self.answerer, sampling), "max_length": self.answerer.limit, "code": VERSION}
 
     def _encode(self, prompts: Sequence[AnswerPrompt]) -> EncodedPrompts:
         return encode_prompts(prompts, self.answerer.chat, self.sampling.max_new_tokens, self.answerer.limit)
 
     def _copy_greedy(self) -> None:
-        """Takes the greedy answers that round 0 has: they would come out the same."""
+        """Copies greedy answers from round 0, since they would be the same."""
         first = _round_file(self.file.path.parent, 0)
         wanted = [
             (name, turn)
@@ -370,29 +375,29 @@ class _Round:
         if copied:
             self.file.append(copied.values())
             self.rows |= copied
-            log.info("%d greedy answers are those of round 0", len(copied))
+            log.info("copied %d greedy answers from round 0", len(copied))
 
     def _answer_turn(self, questions: Sequence[Question], turn: int) -> None:
-        prompts = [AnswerPrompt(question.id, self._messages(question, turn)) for question in questions]
-        lacking = {prompt.id: prompt for prompt in prompts if self._lacks(self.questions[prompt.id], prompt, turn)}
+        prompts = [AnswerPrompt(question.id, self._conversation(question, turn)) for question in questions]
+        lacking = {prompt.id: prompt for prompt in prompts if self._is_missing(self.questions[prompt.id], prompt, turn)}
         if not lacking:
             return
         encoded = self._encode(list(lacking.values()))
         asked = {name: ChatRequest(lacking[name].messages, tuple(ids)) for name, ids in encoded.kept.items()}
         left_out = [
-            row_of((name, turn), ChatRequest(lacking[name].messages), Reply("", 0, LENGTH, refused=reason))
+            make_answer_row((name, turn), ChatRequest(lacking[name].messages), Reply("", 0, LENGTH, refused=reason))
             for reason, names in encoded.left_out.items()
             for name in names
         ]
         if left_out:
-            self._add(left_out)
+            self._append_rows(left_out)
         for temperature in dict.fromkeys(self.questions[name].temperature for name in asked):
             sampling = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
             some = {name: one for name, one in asked.items() if self.questions[name].temperature == temperature}
-            for rows in fill(self.answerer, {(name, turn): one for name, one in some.items()}, sampling):
-                self._add(rows)
+            for rows in generate_rows(self.answerer, {(name, turn): one for name, one in some.items()}, sampling):
+                self._append_rows(rows)
 
-    def _add(self, rows: Sequence[AnswerRow]) -> None:
+    def _append_rows(self, rows: Sequence[AnswerRow]) -> None:
         for row in rows:
             temperature = self.questions[row["id"]].temperature
             if temperature is not None:
@@ -400,8 +405,8 @@ class _Round:
         self.file.append(rows)
         self.rows |= {(row["id"], row["draw"]): row for row in rows}
 
-    def _messages(self, question: Question, turn: int) -> tuple[Message, ...]:
-        """Returns the conversation up to the user's turn ``turn``, with the answers that the file has."""
+    def _conversation(self, question: Question, turn: int) -> tuple[Message, ...]:
+        """Returns the conversation up to user turn ``turn``, with the model's earlier answers from the file."""
         messages = [] if question.system is None else [Message(role="system", content=question.system)]
         for at, text in enumerate(question.turns[: turn + 1]):
             messages.append(Message(role="user", content=text))
@@ -409,8 +414,12 @@ class _Round:
                 messages.append(Message(role="assistant", content=self.rows[question.id, at]["answer"]))
         return tuple(messages)
 
-    def _lacks(self, question: Question, prompt: AnswerPrompt, turn: int) -> bool:
-        """Returns whether a turn has to be answered. UserError where the file has an answer to something else."""
+    def _is_missing(self, question: Question, prompt: AnswerPrompt, turn: int) -> bool:
+        """Returns whether a turn still needs an answer.
+
+        Raises:
+            UserError: the file holds an answer to another text, or one drawn at another temperature.
+        """
         row = self.rows.get((question.id, turn))
         if row is None:
             return True
@@ -420,15 +429,15 @@ class _Round:
         ours = [message for message in prompt.messages if message["role"] != "assistant"]
         same = [message for message in row["prompt"] if message["role"] != "assistant"] == ours
         if same and warm:
-            log.warning("question %s: an earlier turn was answered anew, so turn %d is too", question.id, turn + 1)
+            log.warning("question %s: answering turn %d again because an earlier answer changed", question.id, turn + 1)
             return True
-        what = "with another temperature" if same else "to another text"
+        what = "drawn at another temperature" if same else "to another text"
         raise UserError(
-            f"{self.file.path} holds an answer {what} under the question {question.id!r}: give another {OUTPUT}, or "
-            "move the file away"
+            f"{self.file.path} holds an answer {what} for question {question.id!r}: set another {OUTPUT}, or move the "
+            "file away"
         )
 
-    def _statistics(self, rows: Sequence[AnswerRow]) -> RoundStatistics:
+    def _compute_statistics(self, rows: Sequence[AnswerRow]) -> RoundStatistics:
         count, turns = max(1, len(self.questions)), max(1, len(rows))
         return RoundStatistics(
             questions=len(self.questions),

@@ -1,15 +1,16 @@
-"""Arena-Hard: answers compared with a baseline's by a judge, in both orders (Li et al. 2024; v0.1 and v2.0).
+"""Arena-Hard: a judge compares each answer with a baseline's, in both orders (Li et al. 2024; v0.1 and v2.0).
 
-The protocol is that of lmarena/arena-hard-auto: questions, baseline answers and judge prompts are read from a checkout
-of it, the system prompts as constants of a Python file that is never run.
+The protocol follows lmarena/arena-hard-auto. Questions, baseline answers and judge prompts are read from a checkout;
+system prompts are constants of a Python file, which is parsed but never run.
 
-Differs from arena-hard-auto: the exact weighted mean is the score (there the mean of 100 resamples, or a Bradley-Terry
-fit, which equals it where every model meets the baseline alone); style control is not built; a judge without a verdict
-is not asked once more (2024). A verdict that is no label counts as missing, where the code of 2025 breaks off.
+Differences from arena-hard-auto: the score is the exact weighted mean (there: the mean of 100 resamples, or a
+Bradley-Terry fit, which gives the same if every model only meets the baseline); style control is not implemented; a
+judge that gives no verdict is not asked again (2024). Verdicts with an unknown label count as missing (the 2025 code
+crashes).
 
-Two versions of the protocol are known. That of 2025 (196f6b8) takes the last verdict of a text in capitals and drops a
-question when one of its two games has none. That of 2024 (5840936) takes the text as it stands, double brackets only,
-refuses texts whose verdicts differ, and drops that game alone.
+There are two versions of the protocol. The 2025 one (196f6b8) upper-cases the text, uses its last verdict, and drops a
+question if one of its two games has none. The 2024 one (5840936) leaves the text unchanged, accepts only double
+brackets, rejects contradictory verdicts, and drops only the game concerned.
 """
 
 import logging
@@ -23,7 +24,15 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, match_answers, select_answered, weighted_mean
+from attnpo.evaluation.base import (
+    ModelAnswer,
+    Question,
+    Replies,
+    RoundScores,
+    match_answers,
+    select_answered,
+    weighted_mean,
+)
 from attnpo.evaluation.chat import GradingCall
 from attnpo.evaluation.checkout import NAME, Checkout, grader_messages, read_constant
 from attnpo.schema import Sampling, UserError, check_at_least, check_choice
@@ -31,38 +40,38 @@ from attnpo.schema import Sampling, UserError, check_at_least, check_choice
 log = logging.getLogger(__name__)
 
 RULES = 1
-"""Version of how calls are made and replies are read; moves when either changes."""
+"""Version of the rules for building calls and parsing replies; increase when either changes."""
 SOURCE = (
-    "Get it with `git clone https://github.com/lmarena/arena-hard-auto` (files laid out as in commit 196f6b8; those of "
-    "2024 are not read) and give benchmark.path=arena-hard-auto"
+    "Get it with `git clone https://github.com/lmarena/arena-hard-auto` (file layout of commit 196f6b8; the layout of "
+    "2024 is not supported) and set benchmark.path=arena-hard-auto"
 )
 JUDGES = "utils/judge_utils.py"
 SETTINGS = "JUDGE_SETTINGS"
 PLACES = ("QUESTION", "ANSWER_A", "ANSWER_B")
 GAMES = ("game_1", "game_2")
-"""Baseline as answer A in the first one, the model in the second one."""
+"""Baseline is answer A in the first game, the model in the second."""
 LAST, AGREE = VERDICTS = ("last", "agree")
 QUESTION, GAME = MISSING = ("question", "game")
-# Each label with what it gives answer A, and whether it is a strong verdict.
+# Maps each label to answer A's score and whether the verdict is strong.
 LABELS = {"A>>B": (1.0, True), "A>B": (1.0, False), "A=B": (0.5, False), "B>A": (0.0, False), "B>>A": (0.0, True)}
-# The same the other way round, which the protocol of 2025 takes too.
+# Reversed notation, also accepted by the 2025 protocol.
 TURNED = {"B<<A": (1.0, True), "B<A": (1.0, False), "B=A": (0.5, False), "A<B": (0.0, False), "A<<B": (0.0, True)}
 
 NO_REPLY = "games without a judgment"
 NO_VERDICT = "judgments without a verdict"
-UNKNOWN = "judgments with a verdict that is no label"
-CONTRADICTORY = "judgments with verdicts that differ, without a verdict so"
-LAST_TAKEN = "judgments with verdicts that differ, the last one taken"
+UNKNOWN = "judgments with an unknown verdict label"
+CONTRADICTORY = "judgments with contradictory verdicts, counted as no verdict"
+LAST_TAKEN = "judgments with contradictory verdicts, last one used"
 DROPPED = "questions left out because a game has no verdict"
-CUT = "judgments cut at the judge's most tokens"
+CUT = "judgments cut at the judge's token limit"
 
 
 @dataclass(frozen=True)
 class ArenaHardFiles:
     """Contents of an Arena-Hard checkout.
 
-    ``baselines``: answers by question; ``systems``: the judge's system text by category; ``patterns`` of verdicts are
-    tried in their order, the first one that finds anything decides.
+    ``baselines``: baseline answers by question; ``systems``: the judge's system prompt by category; ``patterns``:
+    regular expressions for verdicts, tried in order until one matches.
     """
 
     questions: tuple[Question, ...]
@@ -77,10 +86,10 @@ class ArenaHardFiles:
 class ArenaHard:
     """Arena-Hard on a checkout of arena-hard-auto.
 
-    ``release`` names the files of its data and config folders, ``figures`` the category of each score, the first one
-    counting; questions of other categories are not asked. ``verdicts``: "last" (2025) or "agree" (2024) where a text
-    has several. ``missing``: what a missing verdict costs, the "question" (2025) or its "game" (2024). A verdict ">>"
-    counts ``strong_weight`` times.
+    ``release`` selects the files in its data and config folders. ``figures`` maps each score to a category, the main
+    score first; questions of other categories are skipped. ``verdicts``: rule for texts with several verdicts, "last"
+    (2025) or "agree" (2024). ``missing``: a missing verdict drops the "question" (2025) or only the "game" (2024).
+    Strong verdicts (">>") count ``strong_weight`` times.
     """
 
     path: str
@@ -100,23 +109,23 @@ class ArenaHard:
         check_at_least("benchmark", 1, strong_weight=self.strong_weight, judge_max_tokens=self.judge_max_tokens)
         check_at_least("benchmark", 0, judge_temperature=self.judge_temperature)
         if not self.figures:
-            raise UserError("benchmark.figures: expected at least one score with its category, got none")
+            raise UserError("benchmark.figures is empty: expected at least one score with its category")
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns the win rates, in percent."""
+        """Returns the names of the win rates."""
         return tuple(self.figures)
 
     @cached_property
     def _files(self) -> ArenaHardFiles:
-        return _read(self.path, self.release, list(dict.fromkeys(self.figures.values())))
+        return _read_checkout(self.path, self.release, list(dict.fromkeys(self.figures.values())))
 
     def questions(self) -> Sequence[Question]:
-        """Returns the questions of the figures' categories, in the file's order."""
+        """Returns the questions of the scored categories, in file order."""
         return self._files.questions
 
-    def versions(self) -> dict[str, object]:
-        """Digests of the files, and all options that decide a call or a score."""
+    def fingerprint(self) -> dict[str, object]:
+        """Returns file digests and all options that can change a call or a score."""
         return {
             "rules": RULES,
             "files": dict(self._files.digests),
@@ -129,11 +138,11 @@ class ArenaHard:
         }
 
     def baseline_answers(self) -> Mapping[str, str]:
-        """Returns the baseline's answer to each question, by its id."""
+        """Returns the baseline's answer to each question, by question id."""
         return self._files.baselines
 
-    def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Returns two calls per question: the baseline as answer A, then the model as answer A."""
+    def grading_calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
+        """Returns two calls per question: first with the baseline as answer A, then with the model."""
         files, made = self._files, []
         for question, answer in zip(files.questions, match_answers(self.name, files.questions, answers), strict=True):
             baseline, model = files.baselines[question.id], answer.turns[0]
@@ -152,16 +161,16 @@ class ArenaHard:
                 )
         return made
 
-    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """Returns the weighted means of the games in ``replies``; ``questions`` are those that ``answers`` has."""
+    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
+        """Returns the win rates over the games in ``replies``, for the questions that have an answer."""
         return self.grade_games(select_answered(self.questions(), answers), self._files.patterns, replies)
 
     def grade_games(
         self, questions: Sequence[Question], patterns: Sequence[re.Pattern[str]], replies: Replies
-    ) -> Graded:
-        """Returns per figure the weighted mean, in percent, of what the model got in the games of its questions.
+    ) -> RoundScores:
+        """Returns the model's weighted mean score per category, in percent, over the games of its questions.
 
-        Repeats of a question's games are pairs of games of their own.
+        Repeated gradings of a question count as separate pairs of games.
         """
         place = {question.id: index for index, question in enumerate(questions)}
         won, mass = np.zeros((2, len(questions)))
@@ -171,7 +180,7 @@ class ArenaHard:
             if call.item not in place:
                 continue  # a question that is not graded here
             counts[CUT] += reply.finish_reason == "length"
-            verdict = self._verdict(reply.text, patterns, counts)
+            verdict = self._parse_verdict(reply.text, patterns, counts)
             if verdict is not None and call.part == GAMES[0]:
                 verdict = (1.0 - verdict[0], verdict[1])  # the baseline is answer A
             played.setdefault((call.item, call.repeat), {})[call.part] = verdict
@@ -190,7 +199,7 @@ class ArenaHard:
         for figure, category in self.figures.items():
             inside = np.array([question.category == category for question in questions], dtype=bool)
             values[figure], weights[figure] = np.where(inside, rates, np.nan), np.where(inside, mass, 0.0)
-        return Graded(
+        return RoundScores(
             questions=tuple(place),
             scores={figure: weighted_mean(values[figure], weights[figure]) for figure in self.figures},
             values=values,
@@ -198,10 +207,10 @@ class ArenaHard:
             counts={reason: count for reason, count in counts.items() if count},
         )
 
-    def _verdict(
+    def _parse_verdict(
         self, text: str, patterns: Sequence[re.Pattern[str]], counts: Counter[str]
     ) -> tuple[float, float] | None:
-        """Returns what answer A gets and the verdict's weight; None, counted by reason, where there is no verdict."""
+        """Parses answer A's score and its weight from a judgment; counts the reason and returns None if it has none."""
         agree = self.verdicts == AGREE
         found: Sequence[str] = ()
         for pattern in patterns[:1] if agree else patterns:
@@ -227,69 +236,69 @@ class ArenaHard:
 # --------------------------------------------------------------------------------------------- the checkout's files
 
 
-def _read(path: str, release: str, categories: Sequence[str]) -> ArenaHardFiles:
-    """Reads the files of a ``release`` (arena-hard-v0.1) for the questions of some ``categories``.
+def _read_checkout(path: str, release: str, categories: Sequence[str]) -> ArenaHardFiles:
+    """Reads the files of a ``release`` (such as arena-hard-v0.1) for the given question ``categories``.
 
     Raises:
-        UserError: a file is missing, damaged or laid out otherwise, or lacks what the questions need.
+        UserError: a file is missing, damaged, incomplete or has an unexpected layout.
     """
     checkout = Checkout(Path(path).expanduser(), "benchmark.path", path, SOURCE)
     file = f"data/{release}/question.jsonl"
-    rows = checkout.rows_by("uid", file, {"category": str, "prompt": str})
+    rows = checkout.read_rows_by("uid", file, {"category": str, "prompt": str})
     found = sorted({row["category"] for row in rows.values()})
     if absent := [category for category in categories if category not in found]:
-        checkout.refuse(file, f"has no question of category {absent[0]}; benchmark.figures can have {found}")
+        checkout.fail(file, f"has no questions of category {absent[0]}; benchmark.figures can use {found}")
     questions = tuple(
         Question(uid, (row["prompt"],), category=row["category"])
         for uid, row in rows.items()
         if row["category"] in categories
     )
-    settings = _settings(checkout, categories)
-    template, patterns = _template_and_patterns(checkout, f"config/{release}.yaml")
+    settings = _read_category_settings(checkout, categories)
+    template, patterns = _read_judge_config(checkout, f"config/{release}.yaml")
     baselines: dict[str, str] = {}
     for category in categories:
         asked = [question.id for question in questions if question.category == category]
         file = f"data/{release}/model_answer/{settings[category]['baseline']}.jsonl"
-        baselines |= _answers(checkout, file, asked)
+        baselines |= _read_baseline_answers(checkout, file, asked)
     systems = {category: settings[category]["system_prompt"] for category in categories}
     return ArenaHardFiles(questions, baselines, systems, template, patterns, checkout.digests)
 
 
-def _settings(checkout: Checkout, categories: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Returns the baseline's name and the judge's system prompt by category."""
+def _read_category_settings(checkout: Checkout, categories: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Reads the baseline's name and the judge's system prompt of each category."""
     try:
-        settings: dict[str, dict[str, str]] = read_constant(checkout.text(JUDGES), SETTINGS)
+        settings: dict[str, dict[str, str]] = read_constant(checkout.read_text(JUDGES), SETTINGS)
     except ValueError as error:
-        checkout.refuse(JUDGES, str(error))
+        checkout.fail(JUDGES, str(error))
     form = {"baseline": NAME, "system_prompt": NAME}
-    checkout.require(f"{JUDGES}: {SETTINGS}", settings, dict.fromkeys(categories, form))
+    checkout.check_form(f"{JUDGES}: {SETTINGS}", settings, dict.fromkeys(categories, form))
     return settings
 
 
-def _template_and_patterns(checkout: Checkout, name: str) -> tuple[str, tuple[re.Pattern[str], ...]]:
-    """Returns the template of the judge's user message, and the patterns of verdicts in their order."""
+def _read_judge_config(checkout: Checkout, name: str) -> tuple[str, tuple[re.Pattern[str], ...]]:
+    """Reads the template of the judge's user message and the verdict patterns, in the order they are tried."""
     try:
-        values = yaml.safe_load(checkout.text(name))
+        values = yaml.safe_load(checkout.read_text(name))
     except (yaml.YAMLError, RecursionError) as error:
-        checkout.refuse(name, f"is no YAML ({str(error).splitlines()[0]})")
-    checkout.require(name, values, {"prompt_template": str, "regex_patterns": [str]})
-    checkout.require_template(f"{name}: prompt_template", values["prompt_template"], PLACES)
+        checkout.fail(name, f"is not valid YAML ({str(error).splitlines()[0]})")
+    checkout.check_form(name, values, {"prompt_template": str, "regex_patterns": [str]})
+    checkout.check_template(f"{name}: prompt_template", values["prompt_template"], PLACES)
     try:
         patterns = tuple(re.compile(pattern) for pattern in values["regex_patterns"])
     except re.error as error:
-        checkout.refuse(f"{name}: regex_patterns", f"has a pattern that is none ({error})")
+        checkout.fail(f"{name}: regex_patterns", f"has an invalid regular expression ({error})")
     if any(pattern.groups != 1 for pattern in patterns):
-        checkout.refuse(f"{name}: regex_patterns", "has to have patterns of one group each, the verdict")
+        checkout.fail(f"{name}: regex_patterns", "must have exactly one group per pattern, the verdict")
     return values["prompt_template"], patterns
 
 
-def _answers(checkout: Checkout, name: str, asked: Sequence[str]) -> dict[str, str]:
-    """Returns a baseline's answers to the questions ``asked``, the last one where a question has several (as there)."""
-    rows = checkout.rows(name, {"uid": NAME, "messages": [..., {"content": {"answer": str}}]})
+def _read_baseline_answers(checkout: Checkout, name: str, asked: Sequence[str]) -> dict[str, str]:
+    """Reads a baseline's answers to the questions ``asked``; of several to one question the last counts, as there."""
+    rows = checkout.read_rows(name, {"uid": NAME, "messages": [..., {"content": {"answer": str}}]})
     found = {str(row["uid"]): row["messages"][-1]["content"]["answer"] for row in rows}
     if len(found) < len(rows):
-        log.warning("%s: %d questions answered again, the last answer is taken", name, len(rows) - len(found))
+        log.warning("%s: %d questions have several answers; the last one is used", name, len(rows) - len(found))
     missing = [uid for uid in asked if uid not in found]
     if missing:
-        checkout.refuse(name, f"has no baseline answer to {len(missing)} questions ({', '.join(missing[:5])})")
+        checkout.fail(name, f"has no baseline answers to {len(missing)} questions ({', '.join(missing[:5])})")
     return {uid: found[uid] for uid in asked}

@@ -1,4 +1,4 @@
-"""Questions, answers and benchmarks, and what comes of one: scores with their spreads."""
+"""Questions, answers, the interfaces of benchmarks, and their scores with spreads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +17,9 @@ from attnpo.text.chat import ChatFormat
 
 @dataclass(frozen=True)
 class Question:
-    """Question to a model: user turns in their order, each answered before the next is asked.
+    """Question for a model: one or more user turns, each answered before the next is asked.
 
-    ``temperature`` replaces that of the sampling where a protocol has one per category (MT-Bench).
+    ``temperature`` overrides the sampling temperature if a protocol sets one per category (MT-Bench).
     """
 
     id: str
@@ -30,14 +30,14 @@ class Question:
 
 
 def first_turn(question: Question) -> list[Message]:
-    """Returns the prompt of a question's first answer: its system text, if it has one, and its first turn."""
+    """Returns the prompt for a question's first answer: its system message, if any, and its first turn."""
     turns = [] if question.system is None else [Message(role="system", content=question.system)]
     return [*turns, Message(role="user", content=question.turns[0])]
 
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """Model's answers to the turns of a question; ``tokens`` and ``finish_reasons`` (stop or length) are per turn."""
+    """One model's answers to a question; ``tokens`` and ``finish_reasons`` (stop or length) hold one entry per turn."""
 
     question: str
     turns: tuple[str, ...]
@@ -49,13 +49,13 @@ Replies = Mapping[GradingCall, GradingReply]
 
 
 @dataclass(frozen=True)
-class Graded:
-    """Scores that a grader's replies give the answers to a benchmark's questions.
+class RoundScores:
+    """Scores of one round of answers, computed from the grader's replies.
 
-    ``scores``: the benchmark's figures by name. ``values``: per figure a value of each question, NaN where it has none;
-    ``weights``: how much each counts in the mean (0 with NaN). Where a figure has values, it is their weighted mean.
-    ``counts``: what was missing or replaced, by reason. ``errors``: standard errors over questions that the benchmark's
-    own library states.
+    ``scores``: the benchmark's scores by name. ``values``: per score, one value per question, NaN if it has none;
+    ``weights``: their weights in the mean (0 for NaN). A score that has values is their weighted mean. ``counts``:
+    number of missing or replaced verdicts, by reason. ``errors``: standard errors over questions as reported by the
+    benchmark's own library.
     """
 
     questions: tuple[str, ...]
@@ -70,48 +70,54 @@ class Graded:
 class Benchmark(Protocol):
     """Benchmark whose answers are generated and then graded.
 
-    ``name`` names its folder and its columns, ``scores`` the figures it gives, the first one being the one that counts.
+    ``name`` is used for folders and table columns. ``scores`` names its scores, the main one first.
     """
 
     @property
     def name(self) -> str:
-        """Returns the name, for example mt_bench."""
+        """Returns the benchmark's name, for example mt_bench."""
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns names of the figures, for example ("lc_win_rate", "win_rate")."""
+        """Returns the names of the scores, for example ("lc_win_rate", "win_rate")."""
 
     @property
     def sampling(self) -> Sampling:
-        """Returns how answers are drawn; ``sampling.seed`` plus the round seeds a round."""
+        """Returns the sampling settings for answers; the seed of a round is ``sampling.seed`` plus its number."""
 
     def questions(self) -> Sequence[Question]:
-        """Returns the questions in the benchmark's own order. UserError for a missing file, with the way to get it."""
+        """Returns the questions in the benchmark's own order.
 
-    def versions(self) -> dict[str, object]:
-        """Returns what decides calls and scores beside the answers: digests of files, versions of prompts and rules."""
-
-    def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Returns every call that grades one round's answers (by question id).
-
-        UserError names answers that are missing.
+        Raises:
+            UserError: a file is missing; the message says how to get it.
         """
 
-    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """Returns the scores of one round. A reply without a verdict is counted and follows the protocol's rule.
+    def fingerprint(self) -> dict[str, object]:
+        """Returns everything except the answers that can change calls or scores: file digests, versions, rules."""
 
-        ``replies`` may hold only some questions' calls (``limits.max_items``, calls that failed): what is missing is
-        counted and left out of every mean.
+    def grading_calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
+        """Returns all calls needed to grade one round's answers (by question id).
+
+        Raises:
+            UserError: answers are missing.
+        """
+
+    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
+        """Returns the scores of one round. Replies without a verdict are counted and handled as the protocol says.
+
+        ``replies`` may cover only some questions (``limits.max_items``, failed calls): missing replies are counted
+        and left out of every mean.
         """
 
 
 @dataclass(frozen=True)
 class BenchmarkScore:
-    """Figure with its three spreads, each apart; None where it is not known.
+    """Score with its three kinds of spread; a spread is None if unknown.
 
-    ``rounds``: the figure of each round of generation, ``mean`` their mean. ``interval``: 95 % over questions, of the
-    mean. ``grading``: the standard deviation of the mean from grading the same answers again. ``questions``: how many
-    it stands on. ``higher_is_better``: its direction; None where its library does not say, so that it ranks nobody.
+    ``rounds``: the score of each round of generation; ``mean``: their mean. ``interval``: 95 % confidence interval of
+    the mean over questions. ``grading``: standard deviation of the mean if the same answers are graded again.
+    ``questions``: number of questions. ``higher_is_better``: its direction; None if its library does not say, in which
+    case it ranks no model.
     """
 
     name: str
@@ -124,15 +130,15 @@ class BenchmarkScore:
 
     @classmethod
     def read(cls, values: Mapping[str, object]) -> "BenchmarkScore":
-        """Returns the score that ``asdict`` made ``values`` of, as JSON has them."""
-        told: Any = values
-        interval = None if told["interval"] is None else tuple(told["interval"])
-        return cls(**{**told, "rounds": tuple(told["rounds"]), "interval": interval})
+        """Builds a score from its ``asdict`` form as read back from JSON."""
+        fields: Any = values
+        interval = None if fields["interval"] is None else tuple(fields["interval"])
+        return cls(**{**fields, "rounds": tuple(fields["rounds"]), "interval": interval})
 
 
 @dataclass(frozen=True)
 class UngradedResult:
-    """Result of a measure without generation and grading: scores, what was left out by reason, rows for a table."""
+    """Result of a benchmark without a grader: scores, counts of excluded items by reason, and table rows."""
 
     scores: tuple[BenchmarkScore, ...]
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -140,11 +146,8 @@ class UngradedResult:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """Model that is measured.
-
-    ``device`` is where it runs; ``folder`` is where a measure may keep files of its own.
-    """
+class EvaluatedModel:
+    """Model under evaluation, with its device and the folder in which a benchmark may store files."""
 
     model: ModelSpec
     chat: ChatFormat
@@ -153,60 +156,64 @@ class Subject:
 
 
 @runtime_checkable
-class Measure(Protocol):
-    """Benchmark that needs no grader: implicit-reward accuracy, tasks of lm-eval."""
+class UngradedBenchmark(Protocol):
+    """Benchmark that needs no grader, such as implicit-reward accuracy or lm-eval tasks."""
 
     @property
     def name(self) -> str:
-        """Returns the name, for example ifeval."""
+        """Returns the benchmark's name, for example ifeval."""
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns names of the figures, the one that counts first; empty where only the run shows them."""
+        """Returns the names of the scores, the main one first; empty if they are known only after the evaluation."""
 
-    def versions(self) -> dict[str, object]:
-        """Returns what decides the scores beside the model."""
+    def fingerprint(self) -> dict[str, object]:
+        """Returns everything except the model that can change the scores."""
 
-    def measure(self, subject: Subject) -> UngradedResult:
-        """Returns the scores. UserError for data that cannot be had, with the way to get them."""
+    def measure(self, model: EvaluatedModel) -> UngradedResult:
+        """Evaluates a model.
+
+        Raises:
+            UserError: data are missing; the message says how to get them.
+        """
 
 
-SHOWN = 5  # ids named in an error
+SHOWN = 5  # ids listed in an error
 
 
 def match_answers(
     benchmark: str, questions: Sequence[Question], answers: Mapping[str, ModelAnswer]
 ) -> list[ModelAnswer]:
-    """Returns the answers in the order of the questions, whatever order they came in.
+    """Returns the answers in the order of the questions.
 
     Raises:
-        UserError: answers are missing, answer something else, stand under another question's id, or lack a turn.
+        UserError: an answer is missing, belongs to an unknown or another question, or has the wrong number of turns.
     """
     asked = {question.id: question for question in questions}
     problems = {
-        "have no answer": [name for name in asked if name not in answers],
-        "are answered but not asked": [name for name in answers if name not in asked],
-        "have the answer of another question": [name for name, answer in answers.items() if answer.question != name],
-        "are not answered turn by turn": [
+        "without an answer": [name for name in asked if name not in answers],
+        "answered but not part of the benchmark": [name for name in answers if name not in asked],
+        "with the answer to another question": [name for name, answer in answers.items() if answer.question != name],
+        "with the wrong number of answered turns": [
             name for name, answer in answers.items() if name in asked and len(answer.turns) != len(asked[name].turns)
         ],
     }
-    told = [f"{len(names)} {problem} ({_list_names(names)})" for problem, names in problems.items() if names]
-    if told:
+    found = [f"{len(names)} {problem} ({_list_names(names)})" for problem, names in problems.items() if names]
+    if found:
         raise UserError(
-            f"answers to {benchmark}: of its {len(asked)} questions {'; '.join(told)}. Delete the file of these "
-            "answers and give the command again, or name the files that its questions were read from"
+            f"the answers do not match the {len(asked)} questions of {benchmark}: {'; '.join(found)}. Delete the file "
+            "with these answers and run the command again, or point the benchmark to the files its questions came from"
         )
     return [answers[question.id] for question in questions]
 
 
 def select_answered(questions: Sequence[Question], answers: Mapping[str, ModelAnswer]) -> list[Question]:
-    """Returns the questions that ``answers`` is about, in the benchmark's order."""
+    """Returns the questions that have an answer, in the benchmark's order."""
     return [question for question in questions if question.id in answers]
 
 
 def weighted_mean(values: Float[np.ndarray, " questions"], weights: Float[np.ndarray, " questions"]) -> float:
-    """Returns sum(w v) / sum(w) over the questions with a weight; NaN where there is none."""
+    """Returns sum(w v) / sum(w) over the questions with a positive weight; NaN if there is none."""
     counted = weights > 0
     mass = float(weights[counted].sum())
     return float(values[counted] @ weights[counted]) / mass if mass else float("nan")

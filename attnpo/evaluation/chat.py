@@ -1,4 +1,4 @@
-"""Requests, replies, prices, and the interfaces of who answers (``answering``) and who grades (``grader``)."""
+"""Requests, replies, prices, and the interfaces of answering backends (``answering``) and graders (``grader``)."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,10 +18,10 @@ STOP = "stop"
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Conversation that ends with the user's turn, to be answered.
+    """Conversation that ends with a user turn.
 
-    ``ids``: what it is in the model's own chat format, up to where the answer begins; empty where that is not at hand.
-    ``draw`` tells several answers to one conversation apart.
+    ``ids``: its tokens in the model's chat format, up to the start of the answer; empty if no local tokenizer is
+    available. ``draw``: index among several answers to the same conversation.
     """
 
     messages: tuple[Message, ...]
@@ -33,9 +33,9 @@ class ChatRequest:
 class Reply:
     """Answer without special tokens.
 
-    ``finish_reason``: stop, length, or a server's other word as it came. ``tokens`` of a model on this machine leave
-    the end token out, those of a server are its own account (vLLM counts the end token). ``refused``: why there is no
-    answer and cannot be one; the text is empty then.
+    ``finish_reason``: stop, length, or any other value a server returns. ``tokens``: without the end token for a local
+    model, as reported by a server otherwise (vLLM counts the end token). ``refused``: reason why the request can never
+    be answered; the text is then empty.
     """
 
     text: str
@@ -46,28 +46,30 @@ class Reply:
 
 @runtime_checkable
 class Answerer(Protocol):
-    """Backend with a model: knows cheaply what decides its answers, and begins to work when it is asked."""
+    """Opened model that answers conversations; properties and ``key`` are cheap, since loading waits for a request."""
 
     @property
     def chat(self) -> ChatFormat | None:
-        """Returns the model's chat format, None where nothing on this machine has it."""
+        """Returns the model's chat format; None if it is not available locally."""
 
     @property
     def limit(self) -> int | None:
-        """Returns tokens that a prompt and its answer may have together, None where that is not known before asking."""
+        """Returns the maximum number of tokens of prompt and answer together; None if unknown in advance."""
 
     @property
     def counted_by(self) -> str:
-        """Returns whose tokens a reply's ``tokens`` are."""
+        """Returns the name of the tokenizer that counts a reply's ``tokens``."""
 
     def key(self) -> dict[str, object]:
-        """Returns what decides the answer to a given conversation beside the sampling."""
+        """Returns the settings and versions, other than sampling, that determine the answer to a conversation."""
 
     def answer(self, asked: Sequence[ChatRequest], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
-        """Replies by index in ``asked``, as they come, in any order.
+        """Yields replies by index in ``asked`` as they arrive, in any order.
 
-        The draws follow from the seed, the conversation and the draw's number alone. UserError for a backend that
-        cannot answer now; what was given back before stands.
+        Sampling depends only on the seed, the conversation and the draw's index.
+
+        Raises:
+            UserError: the backend cannot answer now; replies yielded before remain valid.
         """
 
 
@@ -76,13 +78,14 @@ class AnsweringBackend(Protocol):
     """Component that opens a model for answering (config group ``answering``)."""
 
     def open(self, model: ModelSpec, device: torch.device) -> Answerer:
-        """Reads the model's description; weights are loaded, or a server is asked, with the first answer.
+        """Opens a model by reading its configuration; weights load, or the server is called, at the first request.
 
-        UserError for a model or settings that cannot answer.
+        Raises:
+            UserError: the model cannot answer with these settings.
         """
 
 
-ABOVE_0 = 1e-3  # what rounding may add to a log-probability of 0
+ABOVE_0 = 1e-3  # tolerance for log-probabilities above 0 due to rounding
 _KINDS = {
     **dict.fromkeys(("text", "finish_reason", "model"), str),
     **dict.fromkeys(("input_tokens", "output_tokens"), int),
@@ -92,12 +95,12 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class GradingCall:
-    """One question to a grader.
+    """One request to a grader.
 
-    ``item`` is the benchmark's id of the question, ``part`` the turn or the game, ``round`` the round of generation,
-    ``repeat`` 0 or, where the same answer is graded again, 1 and so on. ``labels``: the replies that count as verdicts
-    where only the next token matters; ``top_logprobs`` of them are asked for (0: none). ``compared``: question, first
-    and second answer of a comparison as the messages show them, for who knows without reading a wording.
+    ``item``: the benchmark's question id; ``part``: the turn or game; ``round``: the round of generation; ``repeat``: 0
+    for the first grading of an answer, 1 for the second, and so on. ``labels``: verdict tokens, if only the next token
+    matters; ``top_logprobs``: number of log-probabilities to request (0: none). ``compared``: question, first and
+    second answer of a comparison in the order of the messages, for graders that do not read the messages.
     """
 
     benchmark: str
@@ -114,12 +117,12 @@ class GradingCall:
     compared: tuple[str, str, str] | None = field(default=None, compare=False)
 
     def __hash__(self) -> int:
-        """Hashes what names it: messages, being dictionaries, have no hash."""
+        """Hashes the identifying fields, because messages are dictionaries and not hashable."""
         return hash((self.benchmark, self.item, self.part, self.round, self.repeat))
 
     def key(self, grader: Mapping[str, object]) -> str:
-        """Returns the name of the reply in a store: a digest of the call and of the grader's ``identity()``."""
-        asked = {name: value for name, value in asdict(self).items() if name != "compared"}  # the messages say it
+        """Returns the store key of the reply: a digest of the call and the grader's ``identity()``."""
+        asked = {name: value for name, value in asdict(self).items() if name != "compared"}  # part of the messages
         return digest([asked, dict(grader)])[:32]
 
 
@@ -127,10 +130,9 @@ class GradingCall:
 class GradingReply:
     """Reply of a grader.
 
-    ``logprobs``: the first token's most likely texts with their natural log-probabilities, None where the grader gives
-    none. Token counts are the grader's own account (``usage``). ``estimated``: it gave none, so that they are what was
-    set aside for the call, its counted input and the most output. ``model`` is who says to have replied, where that is
-    said.
+    ``logprobs``: natural log-probabilities of the most likely first tokens; None if the grader returns none. Token
+    counts are those the grader reports (``usage``). ``estimated``: it reported none, so they are the amount reserved
+    for the call (counted input and maximum output). ``model``: name of the model as reported in the reply, if any.
     """
 
     text: str
@@ -143,61 +145,62 @@ class GradingReply:
     estimated: bool = False
 
     def problem(self) -> str | None:
-        """Names a field whose value cannot be its own, as foreign graders give it; None where all can be used."""
+        """Describes the first invalid field of a reply from a third-party grader; returns None if all are valid."""
         for name, kind in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind):
-                return f"a reply whose {name} is {shorten(repr(value))}, which is of another type"
+                return f"a reply with {name}={shorten(repr(value))}, which has the wrong type"
         for token, value in (self.logprobs or {}).items():
             number = isinstance(value, float | int) and not isinstance(value, bool)
             if not number or not (value == -math.inf or -(2**53) < value < ABOVE_0):  # NaN is neither
-                return f"a reply whose log-probability of {token!r} is {shorten(repr(value))}, which cannot be one"
+                return f"a reply with an invalid log-probability of {token!r}: {shorten(repr(value))}"
         return None
 
 
 @dataclass(frozen=True)
 class GradingFailure:
-    """Call without a reply after the retries that its grader makes; a repeated command asks it again."""
+    """Call that failed after all the grader's retries; a repeated command sends it again."""
 
     problem: str
 
 
 @dataclass(frozen=True)
 class Price:
-    """Dollars per million tokens; with ``known`` false nobody has said what they cost."""
+    """Price in dollars per million tokens; ``known`` is false if no price was set."""
 
     input: float = 0.0
     output: float = 0.0
     known: bool = True
 
-    def of(self, input_tokens: int, output_tokens: int) -> float:
-        """Dollars for so many tokens."""
+    def cost(self, input_tokens: int, output_tokens: int) -> float:
+        """Returns the cost in dollars of some input and output tokens."""
         return (self.input * input_tokens + self.output * output_tokens) / 1e6
 
 
 @runtime_checkable
 class Grader(Protocol):
-    """Answers calls: a served model, a model on this machine, the testbed's truth, or a script in tests."""
+    """Interface of graders: a served model, a local model, the testbed's true preferences, or a stub in tests."""
 
     @property
     def price(self) -> Price:
-        """Returns what its tokens cost."""
+        """Returns the price of its tokens."""
 
     def check_ready(self) -> None:
-        """Raises UserError for what is known to fail before anything is asked: a package, a key, a model folder."""
+        """Checks everything that can be known before the first call, such as packages, API keys and model folders.
 
-    def identity(self) -> dict[str, object]:
-        """Returns all that decides its replies to given calls and can be known without asking.
-
-        Model, address, templates.
+        Raises:
+            UserError: the grader cannot work.
         """
 
-    def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
-        """Returns each call with its reply, as they come, in any order.
+    def identity(self) -> dict[str, object]:
+        """Returns everything known in advance that determines its replies, such as model, address and templates."""
 
-        Pulls a call only when it is about to be sent, so that whoever yields the calls can stop them: what was pulled
-        and not yet given back is in flight.
+    def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
+        """Yields each call with its reply as replies arrive, in any order.
+
+        Pulls a call only when about to send it, so that the caller can stop by yielding no more. Calls that were
+        pulled and have no result yet are in flight.
         """
 
     def count_tokens(self, call: GradingCall) -> int | None:
-        """Counts a call's input tokens by the grader's own tokenizer; None where that is not at hand."""
+        """Counts a call's input tokens with the grader's tokenizer; returns None if that is not available."""

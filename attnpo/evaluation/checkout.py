@@ -1,4 +1,4 @@
-"""Files of a benchmark's own repository, read from a checkout that the user names; nothing in it is executed."""
+"""Reads files of a benchmark's own repository from a local checkout, without executing any of them."""
 
 import ast
 import hashlib
@@ -13,16 +13,16 @@ from attnpo.schema import Message, UserError
 from attnpo.system.files import parse_json
 
 NAME = str | int
-"""Name in a file: a text, not empty, or a whole number."""
-_KINDS = {str: "a text", NAME: "a name or a whole number", list: "a list", dict: "an object"}
+"""Name in a file: a non-empty string or an integer."""
+_KINDS = {str: "a string", NAME: "a name or an integer", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True)
 class Checkout:
     """Folder with a benchmark's files.
 
-    ``key`` and ``given`` are the config key and its value, ``source`` says how to get the folder; errors name them.
-    ``digests`` collects the SHA-256 of every file as it was read, by its path in the folder.
+    ``key`` and ``given``: config key and its value; ``source``: how to get the folder. Error messages include all
+    three. ``digests`` collects the SHA-256 of every file read, by its path within the folder.
     """
 
     folder: Path
@@ -31,86 +31,108 @@ class Checkout:
     source: str
     digests: dict[str, str] = field(default_factory=dict)
 
-    def text(self, name: str) -> str:
-        """Returns the UTF-8 text of the file ``name``. UserError where it is missing, empty or no such text."""
+    def read_text(self, name: str) -> str:
+        """Reads the UTF-8 text file ``name``.
+
+        Raises:
+            UserError: the file is missing, empty or not UTF-8.
+        """
         path = self.folder / name
         try:
             content = path.read_bytes()
             text = content.decode("utf-8-sig")
         except FileNotFoundError:
-            self.refuse(name, "is missing")
+            self.fail(name, "is missing")
         except (OSError, UnicodeDecodeError) as error:
-            self.refuse(name, f"cannot be read as UTF-8 text ({error})")
+            self.fail(name, f"cannot be read as UTF-8 text ({error})")
         if not text.strip():
-            self.refuse(name, "is empty")
+            self.fail(name, "is empty")
         self.digests[name] = hashlib.sha256(content).hexdigest()
         return text
 
-    def rows(self, name: str, form: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns the objects of the JSON lines file ``name``. UserError for a line of another ``form``, by number."""
-        lines = enumerate(self.text(name).split("\n"), 1)  # not splitlines: U+2028 stands in real prompts
+    def read_rows(self, name: str, form: dict[str, Any]) -> list[dict[str, Any]]:
+        """Reads the objects of the JSON lines file ``name``.
+
+        Raises:
+            UserError: a line does not have the given ``form``; the message gives its number.
+        """
+        lines = enumerate(self.read_text(name).split("\n"), 1)  # not splitlines: real prompts contain U+2028
         return [self._parse(f"{name}, line {number}", line, form) for number, line in lines if line.strip()]
 
-    def json(self, name: str, form: object) -> Any:
-        """Returns the value in the JSON file ``name``. UserError for one of another ``form``."""
-        return self._parse(name, self.text(name), form)
+    def read_json(self, name: str, form: object) -> Any:
+        """Reads the JSON file ``name``.
+
+        Raises:
+            UserError: its value does not have the given ``form``.
+        """
+        return self._parse(name, self.read_text(name), form)
 
     def _parse(self, where: str, text: str, form: object) -> Any:
         try:
             value = parse_json(text)
         except ValueError as error:
-            self.refuse(where, f"is not JSON ({error}); the file is damaged or half-written")
-        self.require(where, value, form)
+            self.fail(where, f"is not JSON ({error}); the file is damaged or incomplete")
+        self.check_form(where, value, form)
         return value
 
-    def rows_by(self, key: str, name: str, form: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Returns the objects of a file by the name in ``key``. UserError for a name that stands twice."""
+    def read_rows_by(self, key: str, name: str, form: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Reads the objects of a JSON lines file, indexed by their field ``key``.
+
+        Raises:
+            UserError: a value of ``key`` occurs twice.
+        """
         found: dict[str, dict[str, Any]] = {}
-        for row in self.rows(name, {key: NAME, **form}):
+        for row in self.read_rows(name, {key: NAME, **form}):
             if str(row[key]) in found:
-                self.refuse(name, f"has {key} {row[key]} twice")
+                self.fail(name, f"contains {key} {row[key]} twice")
             found[str(row[key])] = row
         return found
 
-    def require(self, where: str, value: object, form: object) -> None:
-        """Raises UserError about the place ``where`` in a file, or one within it, for a value of another form.
+    def check_form(self, where: str, value: object, form: object) -> None:
+        """Checks that a value has the given form; ``where`` is its location in a file for messages.
 
-        A form is a type, ``{key: form}`` of an object, ``[form]`` of each item of a list that is not empty, or
-        ``[..., form]`` of its last item.
+        A form is a type, ``{key: form}`` for an object, ``[form]`` for every item of a non-empty list, or
+        ``[..., form]`` for its last item.
+
+        Raises:
+            UserError: the value, or a part of it, has another form.
         """
         kind = type(form) if isinstance(form, list | dict) else cast(type, form)
         if not isinstance(value, kind) or isinstance(value, bool) or (value in ("", []) and kind is not str):
             got = "it is missing" if value is ... else f"got {str(value)[:40]!r}"
-            self.refuse(where, f"has to be {_KINDS[kind]}, {got}")
+            self.fail(where, f"must be {_KINDS[kind]}, {got}")
         if isinstance(form, dict) and isinstance(value, dict):
             for key, inner in form.items():
-                self.require(f"{where}: {key}", value.get(key, ...), inner)
+                self.check_form(f"{where}: {key}", value.get(key, ...), inner)
         elif isinstance(form, list) and isinstance(value, list):
             last = len(value) - 1
             for place in range(last, last + 1) if form[0] is ... else range(last + 1):
-                self.require(f"{where}[{place}]", value[place], form[-1])
+                self.check_form(f"{where}[{place}]", value[place], form[-1])
 
-    def require_template(self, where: str, text: str, places: Sequence[str]) -> None:
-        """Raises UserError unless ``str.format`` finds each of ``places`` in ``text``, plain, and no other.
+    def check_template(self, where: str, text: str, places: Sequence[str]) -> None:
+        """Checks that a ``str.format`` template has exactly the placeholders ``places``, without any modifiers.
 
-        A template of somebody else could read attributes through a place that is not plain.
+        Modified placeholders are rejected because a third-party template could read attributes through them.
+
+        Raises:
+            UserError: the placeholders differ.
         """
         try:
             parts = [part for part in Formatter().parse(text) if part[1] is not None]
         except ValueError as error:
-            self.refuse(where, f"is no template ({error})")
+            self.fail(where, f"is not a valid template ({error})")
         found = {f"{name}{'!' * bool(conv)}{conv or ''}{':' * bool(form)}{form}" for _, name, form, conv in parts}
         if found != set(places):
             listed = [" ".join("{" + name + "}" for name in names) or "none" for names in (places, sorted(found))]
-            self.refuse(where, f"has to have the places {listed[0]}, it has {listed[1]}")
+            self.fail(where, f"must have the placeholders {listed[0]}, got {listed[1]}")
 
-    def refuse(self, where: str, problem: str) -> NoReturn:
-        """Raises a UserError about the place ``where`` in the folder, with the way to get the folder anew."""
+    def fail(self, where: str, problem: str) -> NoReturn:
+        """Raises a UserError about a location in the folder, with instructions for getting the folder."""
         raise UserError(f"{self.key}={self.given}: {where} {problem} (looked in {self.folder}). {self.source}")
 
 
 def grader_messages(system: str, template: str, values: dict[str, str]) -> tuple[Message, ...]:
-    """Returns the messages to a grader: ``template`` filled in one pass after ``system``, where that is not empty."""
+    """Builds the messages for a grader: the system message, unless empty, and the filled-in template."""
     before = (Message(role="system", content=system),) if system else ()
     return (*before, Message(role="user", content=template.format(**values)))
 
@@ -119,7 +141,7 @@ def grader_messages(system: str, template: str, values: dict[str, str]) -> tuple
 
 
 class _Inliner(ast.NodeTransformer):
-    """Puts the values of earlier constants in the place of their names, and joins texts."""
+    """Replaces names of earlier constants by their values and joins string literals."""
 
     def __init__(self) -> None:
         self.known: dict[str, Any] = {}
@@ -136,18 +158,18 @@ class _Inliner(ast.NodeTransformer):
 
 
 def read_constant(text: str, name: str) -> Any:
-    """Reads the value that the Python file ``text`` gives ``name`` at its top, without running it.
+    """Reads a top-level constant called ``name`` from the source ``text`` of a Python file, without running it.
 
     Raises:
-        ValueError: the file is no Python, has no such name, or gives it something that only running it would tell.
+        ValueError: the text is not Python, has no such constant, or its value cannot be known without running it.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # "\\d" in a text of somebody else
-            warnings.simplefilter("ignore", DeprecationWarning)  # the same before Python 3.12
+            warnings.simplefilter("ignore", SyntaxWarning)  # "\\d" in third-party source
+            warnings.simplefilter("ignore", DeprecationWarning)  # its category before Python 3.12
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"is no Python file ({error})") from error
+        raise ValueError(f"is not a valid Python file ({error})") from error
     inliner = _Inliner()
     for statement in tree.body:
         if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
@@ -160,5 +182,5 @@ def read_constant(text: str, name: str) -> Any:
             for each in names:
                 inliner.known.pop(each, None)
     if name not in inliner.known:
-        raise ValueError(f"gives {name} no value that can be read without running the file")
+        raise ValueError(f"has no value of {name} that can be read without running the file")
     return inliner.known[name]

@@ -1,4 +1,4 @@
-"""Configuration of ``attnpo.evaluate``. Light: checked before anything that loads a model is imported."""
+"""Configuration of ``attnpo.evaluate``; cheap to import, so that errors show up before model code is loaded."""
 
 import math
 import re
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from attnpo.config.compose import RUNS_ROOT, RootConfig
-from attnpo.evaluation.base import Benchmark, Measure
+from attnpo.evaluation.base import Benchmark, UngradedBenchmark
 from attnpo.evaluation.chat import AnsweringBackend, Grader
 from attnpo.evaluation.session import GradingLimits
 from attnpo.models.spec import ModelSpec
@@ -16,11 +16,11 @@ from attnpo.training.settings import ACCELERATORS
 
 @dataclass(frozen=True)
 class GradingRules:
-    """Numbers of draws and gradings (config node ``grading``).
+    """Number of rounds and of repeated gradings (config node ``grading``).
 
-    ``rounds`` of generation and grading. The answers to a share ``again`` of the questions, ``again_least`` of them at
-    least and all where there are fewer, are graded twice. ``missing``: calls that may stay without a reply before a
-    result is refused.
+    ``rounds``: rounds of generation and grading. ``again``: share of the questions whose answers are graded twice, but
+    at least ``again_least`` questions (or all, if there are fewer). ``missing``: number of calls that may lack a reply
+    in a finished result.
     """
 
     rounds: int = 3
@@ -32,19 +32,19 @@ class GradingRules:
         check_at_least("grading", 1, rounds=self.rounds)
         check_at_least("grading", 0, again_least=self.again_least, missing=self.missing)
         if not 0 <= self.again <= 1:
-            raise UserError(f"grading.again: expected a share from 0 to 1, got {self.again}")
+            raise UserError(f"grading.again must be a share from 0 to 1, got {self.again}")
 
-    def twice(self, questions: int) -> int:
-        """Returns how many of so many questions are graded twice; none with ``again`` 0."""
+    def regrade_count(self, questions: int) -> int:
+        """Returns the number of questions to grade twice, out of ``questions``; 0 if ``again`` is 0."""
         return min(questions, max(self.again_least, math.ceil(self.again * questions))) if self.again else 0
 
 
 @dataclass(frozen=True)
 class EvaluateConfig(RootConfig):
-    """Whole of what ``attnpo.evaluate`` composes; a field per key of ``configs/evaluate.yaml``."""
+    """Root configuration of ``attnpo.evaluate``, with one field per key of ``configs/evaluate.yaml``."""
 
     model: ModelSpec
-    benchmark: Benchmark | Measure
+    benchmark: Benchmark | UngradedBenchmark
     answering: AnsweringBackend
     grader: Grader
     grading: GradingRules = field(default_factory=GradingRules)
@@ -58,18 +58,18 @@ class EvaluateConfig(RootConfig):
         check_choice("trainer.accelerator", self.trainer.get("accelerator", "auto"), ACCELERATORS)
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
+        """Returns keys that have no effect with the current settings, each with the reason."""
         if isinstance(self.benchmark, Benchmark):
             return {}
-        why = f"benchmark {self.benchmark.name} is measured on the model itself"
+        why = f"benchmark {self.benchmark.name} evaluates the model directly"
         return dict.fromkeys(("answering", "grader", "grading", "limits"), why)
 
     def model_label(self) -> str:
-        """Returns what tables call the model."""
+        """Returns the name of the model in tables."""
         return self.label or "/".join(_last_parts(self.model.path))
 
     def folder(self) -> Path:
-        """Returns where the evaluation lies: ``output``, or a folder named after model and benchmark."""
+        """Returns the evaluation's folder: ``output``, or a default named after model and benchmark."""
         if self.output is not None:
             return Path(self.output).expanduser()
         named = "-".join([*_last_parts(self.model.path), self.benchmark.name])
@@ -77,5 +77,5 @@ class EvaluateConfig(RootConfig):
 
 
 def _last_parts(path: str) -> list[str]:
-    """Keeps both parts of RUN/best and organisation/model: the last alone does not say which."""
+    """Returns the last two parts of a path (RUN/best, organisation/model), since the last alone is ambiguous."""
     return [part for part in Path(path).parts[-2:] if part.strip("./~")]

@@ -1,7 +1,7 @@
-"""``attnpo.evaluate``: answers, grades and scores of one model on one benchmark; a repeated command goes on.
+"""Implements ``attnpo.evaluate``: generates, grades and scores one model's answers on one benchmark.
 
-The folder holds ``answers-round0.jsonl`` and so on, ``grades.jsonl`` with every reply, and, once all is there,
-``evaluation.json`` with the scores and all that made them.
+The folder holds ``answers-round0.jsonl`` and so on, ``grades.jsonl`` with every reply and, once complete,
+``evaluation.json`` with the scores and all settings behind them. A repeated command continues an unfinished evaluation.
 """
 
 import logging
@@ -19,14 +19,23 @@ from attnpo.data.overlap import count_seen_prompts
 from attnpo.display.output import make_console, print_sections, to_markdown
 from attnpo.display.page import report_page
 from attnpo.evaluation.answers import answer_questions
-from attnpo.evaluation.base import Benchmark, BenchmarkScore, Graded, Measure, ModelAnswer, Replies, Subject, first_turn
+from attnpo.evaluation.base import (
+    Benchmark,
+    BenchmarkScore,
+    EvaluatedModel,
+    ModelAnswer,
+    Replies,
+    RoundScores,
+    UngradedBenchmark,
+    first_turn,
+)
 from attnpo.evaluation.chat import AnsweringBackend, Grader, GradingCall
 from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
 from attnpo.evaluation.jsonl_store import ReplyStore
 from attnpo.evaluation.local_chat import describe_model
 from attnpo.evaluation.result import RESULT, AnswerLengths, EvaluationResult, read_result, result_sections
-from attnpo.evaluation.session import CostEstimate, GradingLimits, ask_all, estimate
-from attnpo.evaluation.spreads import grading_spread, make_regrader, score_of
+from attnpo.evaluation.session import CostEstimate, GradingLimits, ask_all, estimate_cost
+from attnpo.evaluation.spreads import grading_spread, make_regrader, summarize_rounds
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.run.identity import flatten_with_classes
@@ -46,8 +55,8 @@ LEFT_OUT = "questions left out by limits.max_items"
 
 
 @dataclass(frozen=True)
-class Entrant:
-    """Model that enters a benchmark: ``label`` is what tables call it, ``device`` where it runs."""
+class LabelledModel:
+    """Model to evaluate, with its name in tables and its device."""
 
     model: ModelSpec
     label: str
@@ -56,7 +65,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Grading:
-    """Who grades, how often, and within which bounds."""
+    """Grader with its rules (rounds, regrading) and limits (calls, cost)."""
 
     grader: Grader
     rules: GradingRules
@@ -64,17 +73,17 @@ class Grading:
 
 
 def evaluate(cfg: EvaluateConfig) -> int:
-    """Returns the exit status of the command: 0, or 1 where calls are left that got no reply.
+    """Runs an evaluation and prints its scores; returns the exit status, which is 1 if some calls have no reply.
 
-    Prints the scores and writes them into the evaluation's folder; what is finished already is printed again.
+    The scores are also written to the evaluation's folder. A finished evaluation is only printed again.
 
     Raises:
-        UserError: data, answers or replies are not as they must be, or another process works in the folder.
+        UserError: data, answers or replies are invalid, or another process is using the folder.
     """
     if world_size() > 1:
         raise UserError(
-            f"evaluate was started with {world_size()} processes; it works alone: start it without torchrun, and let a "
-            "server write the answers on several devices (answering=openai answering.base_url=URL)"
+            f"evaluate was started with {world_size()} processes but needs exactly one: start it without torchrun, and "
+            "use a server to generate answers on several devices (answering=openai answering.base_url=URL)"
         )
     folder = cfg.folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,25 +95,27 @@ def evaluate(cfg: EvaluateConfig) -> int:
     main = result.score(result.main)
     if main is not None and math.isnan(main.mean):
         log.warning(
-            "no reply of %s held a verdict, so %s has no score: look at the replies in %s and take another grader",
+            "no reply from %s contains a verdict, so %s has no score: look at the replies in %s and use another grader",
             *(result.grader, result.benchmark, folder),
         )
-    log.info("%s", folder / RESULT)
+    log.info("result: %s", folder / RESULT)
     return 0
 
 
 def run_evaluation(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None:
-    """Returns the result, computed unless the folder has it; None after a dry run and where replies are lacking."""
+    """Computes the result, or reads it if it exists; returns None after a dry run and if replies are missing."""
     before = read_result(folder)
     there = [name for name in PAGES if (folder / name).exists()]
-    if before is None and len(there) == 1:  # an evaluation leaves both, after its result
-        raise UserError(f"output={folder}: {there[0]} there is of no evaluation; move it away, or give another folder")
-    entrant = Entrant(cfg.model, cfg.model_label(), inference_device(cfg.trainer.get("accelerator", "auto")))
+    if before is None and len(there) == 1:  # an evaluation writes both, after its result
+        raise UserError(
+            f"output={folder} holds a file {there[0]} that no evaluation wrote: move it away, or set another folder"
+        )
+    candidate = LabelledModel(cfg.model, cfg.model_label(), inference_device(cfg.trainer.get("accelerator", "auto")))
     if isinstance(cfg.benchmark, Benchmark):
         grading = Grading(cfg.grader, cfg.grading, cfg.limits)
-        result = _grade(cfg.benchmark, entrant, cfg.answering, grading, folder, before)
+        result = _evaluate_graded(cfg.benchmark, candidate, cfg.answering, grading, folder, before)
     else:
-        result = _measure(cfg.benchmark, entrant, folder, before)
+        result = _evaluate_ungraded(cfg.benchmark, candidate, folder, before)
     if result is not None and result is not before:
         result.write(folder)
         sections = result_sections(result)
@@ -114,36 +125,38 @@ def run_evaluation(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None
     return result
 
 
-def _same(before: EvaluationResult | None, key: Mapping[str, object], folder: Path) -> bool:
-    """Returns whether a folder's result stands; a key that differs is named, and the result is made anew."""
+def _is_up_to_date(before: EvaluationResult | None, key: Mapping[str, object], folder: Path) -> bool:
+    """Returns whether a folder's result has the same key; logs the first difference otherwise."""
     if before is None:
         return False
     for name, was, now in find_differences(flatten_with_classes(identify(before.key)), flatten_with_classes(key)):
-        log.warning("%s stands on %s %s, this command has %s: it is made anew", folder / RESULT, name, was, now)
+        log.warning("%s was computed with %s %s, now it is %s: computing it again", folder / RESULT, name, was, now)
         return False
-    log.info("%s is finished: its result stands", folder)
+    log.info("%s is already finished: keeping its result", folder)
     return True
 
 
 # ------------------------------------------------------------------------------------------------ without a grader
 
 
-def _measure(measure: Measure, entrant: Entrant, folder: Path, before: EvaluationResult | None) -> EvaluationResult:
-    spec, chat = describe_model(entrant.model)
-    subject = Subject(spec, chat, entrant.device, folder)
+def _evaluate_ungraded(
+    benchmark: UngradedBenchmark, candidate: LabelledModel, folder: Path, before: EvaluationResult | None
+) -> EvaluationResult:
+    spec, chat = describe_model(candidate.model)
+    model = EvaluatedModel(spec, chat, candidate.device, folder)
     weights = weights_fingerprint(spec.path, spec.revision)
     of_model = {"weights": weights, "dtype": spec.dtype, "chat": chat.fingerprint()}
-    key = identify({"benchmark": _versions(measure), "model": of_model})
-    if before is not None and _same(before, key, folder):
+    key = identify({"benchmark": _benchmark_fingerprint(benchmark), "model": of_model})
+    if before is not None and _is_up_to_date(before, key, folder):
         return before
     began = time.perf_counter()
-    found = measure.measure(subject)
+    found = benchmark.measure(model)
     if not found.scores:
-        raise UserError(f"benchmark {measure.name} gave no score; look at its settings with --cfg benchmark")
+        raise UserError(f"benchmark {benchmark.name} returned no score: check its settings with --cfg benchmark")
     return EvaluationResult(
-        label=entrant.label,
-        model=entrant.model.path,
-        benchmark=measure.name,
+        label=candidate.label,
+        model=candidate.model.path,
+        benchmark=benchmark.name,
         grader=None,
         main=found.scores[0].name,
         scores=found.scores,
@@ -154,24 +167,24 @@ def _measure(measure: Measure, entrant: Entrant, folder: Path, before: Evaluatio
     )
 
 
-def _versions(benchmark: Benchmark | Measure) -> dict[str, object]:
-    return {"name": benchmark.name, "settings": to_config(benchmark), **benchmark.versions()}
+def _benchmark_fingerprint(benchmark: Benchmark | UngradedBenchmark) -> dict[str, object]:
+    return {"name": benchmark.name, "settings": to_config(benchmark), **benchmark.fingerprint()}
 
 
 # ------------------------------------------------------------------------------------------------ with a grader
 
 
 @dataclass(frozen=True)
-class RoundGrades:
-    """Answers of a round and the calls that grade them; those with a ``repeat`` grade some a second time."""
+class RoundCalls:
+    """Answers of a round and the calls that grade them, including calls with ``repeat`` 1 that grade some twice."""
 
     answers: Mapping[str, ModelAnswer]
     calls: tuple[GradingCall, ...]
 
 
-def _grade(
+def _evaluate_graded(
     benchmark: Benchmark,
-    entrant: Entrant,
+    candidate: LabelledModel,
     answering: AnsweringBackend,
     grading: Grading,
     folder: Path,
@@ -183,50 +196,50 @@ def _grade(
     began = time.perf_counter()
     if limits.dry_run:
         log.info(
-            "%s, %d rounds of %d questions: %s; answers are counted at their longest, %d tokens a turn",
+            "%s, %d rounds of %d questions: %s; every answer is assumed to have the maximum length, %d tokens per turn",
             *(benchmark.name, rules.rounds, len(chosen), estimate_grading(benchmark, grading, folder)),
             benchmark.sampling.max_new_tokens,
         )
         return None
-    grader.check_ready()  # before answers are made, which may take hours
+    grader.check_ready()  # before generating answers, which may take hours
     limits.check_price(grader)
-    answerer = answering.open(entrant.model, entrant.device)
+    answerer = answering.open(candidate.model, candidate.device)
     answered = [answer_questions(chosen, benchmark.sampling, answerer, folder, at) for at in range(rules.rounds)]
     of_model = answerer.key()
-    del answerer  # its weights: a local grader may need the room
+    del answerer  # frees its weights: a local grader may need the memory
     key = identify(
         {
-            "benchmark": _versions(benchmark),
+            "benchmark": _benchmark_fingerprint(benchmark),
             "model": of_model,
             "grader": grader.identity(),
             "grading": asdict(rules),
             "answers": [digest([asdict(answer) for answer in each.answers.values()])[:16] for each in answered],
         }
     )
-    if before is not None and _same(before, key, folder):
+    if before is not None and _is_up_to_date(before, key, folder):
         return before
-    rounds = [_round(benchmark, each.answers, rules, number) for number, each in enumerate(answered)]
+    rounds = [_plan_round(benchmark, each.answers, rules, number) for number, each in enumerate(answered)]
     calls = [call for each in rounds for call in each.calls]
     asked = ask_all(calls, grader, ReplyStore(folder), limits)
     missing = len(calls) - len(asked.replies)
     if missing > rules.missing:
         if asked.stopped is None:
             log.warning(
-                "%d of %d calls have no reply: give the command again to ask them once more, or grading.missing=%d to "
-                "do without them, counted as missing verdicts",
+                "%d of %d calls have no reply: run the command again to retry them, or set grading.missing=%d to "
+                "count them as missing verdicts",
                 *(missing, len(calls), missing),
             )
         return None
-    scores, counts = scores_of(benchmark, rounds, asked.replies)
+    scores, counts = score_rounds(benchmark, rounds, asked.replies)
     counts[UNANSWERED] += missing
     for each in answered:
         counts[EMPTY] += each.statistics.empty
-        counts.update({f"answers that could not be made: {why}": n for why, n in each.statistics.refused.items()})
+        counts.update({f"answers that could not be generated: {why}": n for why, n in each.statistics.refused.items()})
     counts[LEFT_OUT] += len(questions) - len(chosen)
-    counts.update(count_seen_prompts(entrant.model.path, map(first_turn, chosen)))
+    counts.update(count_seen_prompts(candidate.model.path, map(first_turn, chosen)))
     return EvaluationResult(
-        label=entrant.label,
-        model=entrant.model.path,
+        label=candidate.label,
+        model=candidate.model.path,
         benchmark=benchmark.name,
         grader=str(grader.identity().get("model") or grader.identity().get("grader") or type(grader).__name__),
         main=benchmark.scores[0],
@@ -244,37 +257,39 @@ def _grade(
 
 
 def estimate_grading(benchmark: Benchmark, grading: Grading, folder: Path) -> CostEstimate:
-    """Returns what grading would take. Answers are not made for it: each counts as long as it may be."""
+    """Estimates the cost of grading without generating answers; every answer is assumed to have the maximum length."""
     longest = "word " * benchmark.sampling.max_new_tokens
     questions = benchmark.questions()[: grading.limits.max_items]
     answers = {question.id: ModelAnswer(question.id, (longest,) * len(question.turns)) for question in questions}
-    rounds = (_round(benchmark, answers, grading.rules, number) for number in range(grading.rules.rounds))
-    return estimate((call for each in rounds for call in each.calls), grading.grader, ReplyStore(folder))
+    rounds = (_plan_round(benchmark, answers, grading.rules, number) for number in range(grading.rules.rounds))
+    return estimate_cost((call for each in rounds for call in each.calls), grading.grader, ReplyStore(folder))
 
 
-def _round(benchmark: Benchmark, answers: Mapping[str, ModelAnswer], rules: GradingRules, number: int) -> RoundGrades:
-    """Returns a round's calls about ``answers``, which may be to the first questions alone (``limits.max_items``)."""
-    # A benchmark asks for an answer to each of its questions, since places are keys: nothing is asked about the others.
+def _plan_round(
+    benchmark: Benchmark, answers: Mapping[str, ModelAnswer], rules: GradingRules, number: int
+) -> RoundCalls:
+    """Builds a round's grading calls for ``answers``, which may cover only some questions (``limits.max_items``)."""
+    # Benchmarks need an answer to every question, since positions are keys: the others get empty ones and no call.
     every = {question.id: ModelAnswer(question.id, ("",) * len(question.turns)) for question in benchmark.questions()}
-    calls = tuple(call for call in benchmark.calls({**every, **answers}, number) if call.item in answers)
-    twice = graded_twice(list(answers), rules.twice(len(answers)), number)
-    return RoundGrades(answers, calls + tuple(replace(call, repeat=1) for call in calls if call.item in twice))
+    calls = tuple(call for call in benchmark.grading_calls({**every, **answers}, number) if call.item in answers)
+    regraded = questions_to_regrade(list(answers), rules.regrade_count(len(answers)), number)
+    return RoundCalls(answers, calls + tuple(replace(call, repeat=1) for call in calls if call.item in regraded))
 
 
-def graded_twice(questions: Sequence[str], count: int, round_: int) -> frozenset[str]:
-    """Returns the questions whose answers are graded a second time: drawn by a digest, others in every round."""
+def questions_to_regrade(questions: Sequence[str], count: int, round_: int) -> frozenset[str]:
+    """Selects the questions whose answers are graded twice, by a digest that differs from round to round."""
     return frozenset(sorted(questions, key=lambda name: digest(["graded twice", round_, name]))[:count])
 
 
-def scores_of(
-    benchmark: Benchmark, rounds: Sequence[RoundGrades], replies: Replies
+def score_rounds(
+    benchmark: Benchmark, rounds: Sequence[RoundCalls], replies: Replies
 ) -> tuple[tuple[BenchmarkScore, ...], Counter[str]]:
-    """Returns the benchmark's figures with their spreads, and what was missing or replaced over all rounds.
+    """Returns the benchmark's scores with their spreads, and counts of missing or replaced verdicts over all rounds.
 
-    Second grades serve the spread of grading alone: they move no figure. That of a mean over rounds comes from the
-    spread of each, since their gradings are independent.
+    Repeated grades only determine the spread from grading and never change a score. Gradings of different rounds are
+    independent, so the spread of the mean over rounds follows from the spread of each round.
     """
-    first: list[Graded] = []
+    first: list[RoundScores] = []
     spreads: dict[str, list[float | None]] = {}
     counts: Counter[str] = Counter()
     for each in rounds:
@@ -284,7 +299,7 @@ def scores_of(
         graded = benchmark.grade(each.answers, one)
         first.append(graded)
         counts.update(graded.counts)
-        if not each.calls:  # no grader is asked, so that grading again moves nothing
+        if not each.calls:  # no grader is involved, so grading again changes nothing
             spreads |= {name: [*spreads.get(name, []), 0.0] for name in graded.scores}
         names = {call.item for call in two}
         if not two:
@@ -297,6 +312,6 @@ def scores_of(
     for name in first[0].scores:
         known = [spread for spread in spreads.get(name, []) if spread is not None]
         spread = (sum(each**2 for each in known) / len(known) / len(rounds)) ** 0.5 if known else None
-        scores.append(score_of(name, first, spread))
+        scores.append(summarize_rounds(name, first, spread))
     order = [*benchmark.scores, *(score.name for score in scores if score.name not in benchmark.scores)]
     return tuple(sorted(scores, key=lambda score: order.index(score.name))), counts

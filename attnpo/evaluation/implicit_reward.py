@@ -1,13 +1,13 @@
-"""Implicit-reward accuracy: does a policy's own reward, log pi - log ref, order unseen pairs as their labels do?
+"""Implicit-reward accuracy: share of held-out pairs that a policy's own reward, log pi - log ref, ranks correctly.
 
-Rafailov et al. 2023 (arXiv 2305.18290), section 4: the reward of a DPO policy is beta (log pi - log ref) up to a term
-of the prompt alone. No order depends on beta, so none is asked for. Lambert et al. 2024 (RewardBench, arXiv 2403.13787)
-measure it so; tokens here are those of training, with its chat format and length rules.
+Rafailov et al. 2023 (arXiv 2305.18290), section 4: the reward of a DPO policy is beta (log pi - log ref), up to a term
+that depends only on the prompt. The ranking does not depend on beta, so none is needed. Lambert et al. 2024
+(RewardBench, arXiv 2403.13787) use the same measure; here, tokenization follows training (chat format, length rules).
 
-RewardBench's sections are facts of allenai/reward-bench, ``rewardbench/constants.py`` and
-``calculate_scores_per_section`` in ``rewardbench/utils.py`` (commit 05a9005). A section is the mean of its subsets'
-accuracies weighted by their numbers of pairs, but for math-prm (447 pairs), which counts 984: as much as the six code
-subsets together.
+RewardBench's sections are taken from allenai/reward-bench: ``rewardbench/constants.py`` and
+``calculate_scores_per_section`` in ``rewardbench/utils.py`` (commit 05a9005). A section's accuracy is the mean over its
+subsets, weighted by their numbers of pairs. The exception is math-prm (447 pairs), which has weight 984, as much as the
+six code subsets together.
 """
 
 import logging
@@ -31,7 +31,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.overlap import count_seen_prompts
 from attnpo.data.prepare import encode_pairs
 from attnpo.data.rules import LengthRules
-from attnpo.evaluation.base import Benchmark, BenchmarkScore, Measure, Subject, UngradedResult
+from attnpo.evaluation.base import Benchmark, BenchmarkScore, EvaluatedModel, UngradedBenchmark, UngradedResult
 from attnpo.evaluation.intervals import hierarchical_bootstrap
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.run.folders import find_run_of_model, load_saved_config
@@ -51,11 +51,11 @@ KEY = "benchmark."
 
 @dataclass(frozen=True)
 class UnseenPairs:
-    """Pairs to be ordered (config node ``benchmark.data``); rows as ``PairSource`` reads them, all of one split.
+    """Held-out pairs (config node ``benchmark.data``), one split in the formats that ``PairSource`` reads.
 
-    ``group``: the column that says which part of the set a pair belongs to, RewardBench's ``subset``; None, or a column
-    that the data lack: no parts. ``subset`` and ``revision`` are for the hub. ``path`` auto stands for the validation
-    pairs of the run that trained the model, as that run read them.
+    ``group``: column with the subset of each pair (``subset`` in RewardBench); no subsets if None or absent.
+    ``subset`` and ``revision`` are for the hub. ``path`` auto selects the validation pairs of the run that trained the
+    model, read exactly as in that run.
     """
 
     path: str
@@ -67,28 +67,32 @@ class UnseenPairs:
     subset: str | None = None
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect: a run's own validation pairs are read as the run read them."""
-        why = f"{KEY}data.path=auto: the run says which pairs these are"
+        """Returns keys that have no effect, because a run's validation pairs are read as the run read them."""
+        why = f"{KEY}data.path=auto takes the pairs from the run"
         return dict.fromkeys(("split", "rows", "columns", "revision", "subset"), why) if self.path == AUTO else {}
 
     def load(self) -> PairSet:
-        """Returns all usable pairs, with the account of every row. UserError when there is none or nothing is read."""
+        """Loads all usable pairs, and counts the rows that were dropped.
+
+        Raises:
+            UserError: the data cannot be read or contain no usable pair.
+        """
         source = PairSource(
             self.path, self.split, None, self.rows, None, self.columns, revision=self.revision, subset=self.subset
         )
         try:
             return source.load("train")
-        except UserError as error:  # the keys of a pair set lie one level deeper here than in training
+        except UserError as error:  # the keys of a pair set are one level deeper here than in training
             text = re.sub(r"\bdata\.(train_)?(?=path=|split|rows|columns)", f"{KEY}data.", str(error))
             raise UserError(text) from error
 
-    def group_of(self, pair: PreferencePair) -> str | None:
-        """Returns the part of the set that a pair belongs to; None where its row names none."""
+    def get_subset(self, pair: PreferencePair) -> str | None:
+        """Returns the subset of a pair; None if its row names none."""
         value = None if self.group is None else pair.extra.get(self.group)
         return None if value is None or not str(value).strip() else str(value).strip()
 
 
-LOG_EVERY = 10.0  # seconds between two lines on the progress
+LOG_EVERY = 10.0  # seconds between progress lines
 
 Logps = Mapping[str, tuple[Float[Tensor, " m"], Float[Tensor, " k"]]]
 """Per-token log-probabilities of chosen and rejected response, by pair id."""
@@ -96,21 +100,20 @@ Logps = Mapping[str, tuple[Float[Tensor, " m"], Float[Tensor, " k"]]]
 PLAIN, NORMALISED, WEIGHTED = "accuracy", "accuracy_normalised", "accuracy_weighted"
 POLICY, REFERENCE, PER_TOKEN = "policy_alone", "reference_alone", "_normalised"
 GAIN = "gain"
-OF_RUN = "required in a study, and for a model that is no best/ or last/ of a run to take it from"
+OF_RUN = "required in a study, and for a model that is not a run's best/ or last/, from which it could be taken"
 
 
 GAINS = {GAIN: (PLAIN, REFERENCE), GAIN + PER_TOKEN: (NORMALISED, REFERENCE + PER_TOKEN)}
-"""From the name of a score to the two rewards whose accuracies it compares."""
+"""Maps a score's name to the two rewards whose accuracies it compares."""
 
-Weigh = Callable[[Sequence[PreferencePair]], Mapping[str, RewardFactors]]
-"""Token weights of pairs by their ids; what it leaves out has none."""
+WeighPairs = Callable[[Sequence[PreferencePair]], Mapping[str, RewardFactors]]
+"""Function that returns token weights of pairs by pair id; pairs without weights are left out."""
 
 
 class Ties(Enum):
-    """Count of a pair whose answers have equal rewards: one half, or that of one that is ordered wrongly.
+    """Rule for pairs with equal rewards: count as half correct, or as wrong.
 
-    RewardBench counts a pair as right where the chosen reward is above the rejected one, and as wrong otherwise
-    (``scripts/run_dpo.py``).
+    RewardBench counts a pair as correct only if the chosen reward is higher (``scripts/run_dpo.py``).
     """
 
     HALF = "half"
@@ -119,13 +122,13 @@ class Ties(Enum):
 
 @dataclass(frozen=True)
 class ImplicitReward:
-    """Share of labelled pairs that the policy's own reward orders as the label does, over all and by subset.
+    """Share of labelled pairs that the policy's own reward ranks correctly, overall and by subset.
 
-    ``reference``: the model that training started from; auto, as a path of ``data``, is the run's whose ``best/`` or
-    ``last/`` is measured (``weighted_implicit_reward``). ``accuracy`` sums log pi - log ref over the response,
-    ``accuracy_normalised`` is their mean; ``policy_alone`` and ``reference_alone`` order by log-probabilities, and
-    ``gain`` is how much more the reward orders rightly than the reference alone, paired. With ``reference: null`` there
-    is no such reward and ``policy_alone`` is all there is.
+    ``reference``: the model that training started from. Auto, also allowed for ``data.path``, takes it from the run
+    whose ``best/`` or ``last/`` is evaluated. ``accuracy`` sums log pi - log ref over the response's tokens,
+    ``accuracy_normalised`` takes their mean. ``policy_alone`` and ``reference_alone`` rank by one model's
+    log-probabilities. ``gain`` is the paired difference in accuracy between the reward and the reference alone. With
+    ``reference: null`` there is no reward, and only ``policy_alone`` is reported.
     """
 
     data: UnseenPairs
@@ -137,88 +140,94 @@ class ImplicitReward:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns names of the figures that every set gives; RewardBench's sections come after them."""
+        """Returns the names of the scores for any data set; RewardBench's sections are appended to them."""
         alone = (POLICY, POLICY + PER_TOKEN)
         if self.reference is None:
             return alone
         return (PLAIN, NORMALISED, *alone, REFERENCE, REFERENCE + PER_TOKEN, *GAINS)
 
-    def versions(self) -> dict[str, object]:
-        """Returns the pairs themselves, the reference's weights, and the rules."""
+    def fingerprint(self) -> dict[str, object]:
+        """Returns a digest of the pairs, the reference's weights, and the rules for lengths and ties."""
         from attnpo.models.loading import weights_fingerprint
 
         self.require_paths()
         pairs = self.data.load()
         reference = None if self.reference is None else weights_fingerprint(self.reference, self.reference_revision)
-        groups = [self.data.group_of(pair) for pair in pairs.pairs]
+        groups = [self.data.get_subset(pair) for pair in pairs.pairs]
         return {
             "pairs": digest([pairs.fingerprint, groups]),
             "reference": reference,
-            "lengths": _plain(self.lengths),
+            "lengths": _lengths_as_dict(self.lengths),
             "ties": self.ties.value,
         }
 
-    def measure(self, subject: Subject) -> UngradedResult:
-        """Accuracies of the plain and the length-normalised reward, with those of each model alone.
+    def measure(self, subject: EvaluatedModel) -> UngradedResult:
+        """Computes accuracies of the plain and the length-normalised reward, and of each model alone.
 
         Raises:
-            UserError: pairs or reference cannot be read or have another vocabulary, the model's positions are fewer
-                than ``lengths.max_length``, or a log-probability is no number.
+            UserError: pairs or reference cannot be read, the vocabularies differ, the model has fewer positions than
+                ``lengths.max_length``, or a log-probability is not finite.
         """
-        return self.measure_with(subject)
+        return self.measure_weighted(subject)
 
-    def measure_with(self, subject: Subject, weigh: Weigh | None = None) -> UngradedResult:
-        """Returns the same; with ``weigh`` the reward whose log-ratios it weighs comes first, ``accuracy_weighted``."""
+    def measure_weighted(self, subject: EvaluatedModel, weigh: WeighPairs | None = None) -> UngradedResult:
+        """Computes the same as ``measure``; with ``weigh`` also ``accuracy_weighted`` of token-weighted log-ratios."""
         self.require_paths()
-        _require_room(subject.model, self.lengths)
+        _check_max_length(subject.model, self.lengths)
         found = self.data.load()
         try:
             encoded = encode_pairs(found.pairs, subject.chat, self.lengths)
         except UserError as error:
             raise UserError(f"implicit reward: {str(error).replace('lengths.', f'{KEY}lengths.')}") from error
-        (chosen, rejected), none, zeros = SIDES, torch.zeros(0), (0.0, 0.0)  # nothing weighs these examples
+        (chosen, rejected), none, zeros = SIDES, torch.zeros(0), (0.0, 0.0)  # these examples carry no weights
         examples = {
             pair.pair_id: TrainingExample(pair.pair_id, sides[chosen], sides[rejected], (none, none), zeros, zeros)
             for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True)
         }
-        weighed = None if weigh is None else _matching(weigh(encoded.pairs), examples)
+        factors = None if weigh is None else _select_matching(weigh(encoded.pairs), examples)
         pad_id = subject.chat.rows.pad_id
-        policy = self._score("policy", subject.model, examples, subject.device, pad_id)
-        reference, notes = self._reference(subject, examples, policy, pad_id)
-        if weighed is not None:
-            notes["pairs without token weights"] = len(examples) - len(weighed)
-        # A pair that stands there twice counts twice.
-        gaps = reward_gaps(policy, reference, weighed).loc[[pair.pair_id for pair in encoded.pairs]]
+        policy = self._score_pairs("policy", subject.model, examples, subject.device, pad_id)
+        reference, notes = self._score_reference(subject, examples, policy, pad_id)
+        if factors is not None:
+            notes["pairs without token weights"] = len(examples) - len(factors)
+        # Duplicate pairs count twice.
+        margins = reward_margins(policy, reference, factors).loc[[pair.pair_id for pair in encoded.pairs]]
         compared = {} if reference is None else GAINS
-        if weighed is not None:
+        if factors is not None:
             compared = {**compared, f"{GAIN}_weighted": (WEIGHTED, REFERENCE)}
-        orders = Orders(gaps, [self.data.group_of(pair) for pair in encoded.pairs], self.ties, compared)
-        counts = {**found.counts, **found.notes, **encoded.tally.counts, **orders.account(), **notes}
+        ranking = RankingAccuracy(margins, [self.data.get_subset(pair) for pair in encoded.pairs], self.ties, compared)
+        counts = {**found.counts, **found.notes, **encoded.tally.counts, **ranking.counts(), **notes}
         for line in encoded.tally.format_lines():
             log.warning("%s: %s", self.name, line)
         counts |= count_seen_prompts(subject.model.path, (pair.prompt for pair in encoded.pairs))
-        return UngradedResult(orders.scores(), {name: count for name, count in counts.items() if count}, orders.table())
+        return UngradedResult(
+            ranking.scores(), {name: count for name, count in counts.items() if count}, ranking.subset_table()
+        )
 
     # -------------------------------------------------------------------------------------------- models
 
     def require_paths(self) -> None:
-        """Raises UserError where pairs or reference are still to be taken from a run."""
+        """Checks that neither the pairs nor the reference are still auto.
+
+        Raises:
+            UserError: one of them is.
+        """
         for key, value in (("data.path", self.data.path), ("reference", self.reference)):
             if value == AUTO:
-                raise UserError(f"{KEY}{key}: {OF_RUN}; give {KEY}{key}=FOLDER_OR_HUB_NAME")
+                raise UserError(f"{KEY}{key} is {OF_RUN}: set {KEY}{key}=FOLDER_OR_HUB_NAME")
 
-    def _reference(
-        self, subject: Subject, examples: Mapping[str, TrainingExample], policy: Logps, pad_id: int
+    def _score_reference(
+        self, subject: EvaluatedModel, examples: Mapping[str, TrainingExample], policy: Logps, pad_id: int
     ) -> tuple[Logps | None, dict[str, int]]:
         from attnpo.models.loading import weights_fingerprint
 
         if self.reference is None:
             log.warning(
-                "%sreference=null: pairs are ordered by log pi alone, which is no reward of DPO; name the model that "
-                "training started from for one",
+                "%sreference=null: pairs are ranked by log pi alone, which is not DPO's reward; to get that, set it to "
+                "the model that training started from",
                 KEY,
             )
-            return None, {"pairs ordered without a reference": len(examples)}
+            return None, {"pairs ranked without a reference": len(examples)}
         spec, own = subject.model, weights_fingerprint(subject.model.path, subject.model.revision)
         if weights_fingerprint(self.reference, self.reference_revision) == own:
             log.warning(
@@ -227,15 +236,15 @@ class ImplicitReward:
                 self.reference,
                 spec.path,
             )
-            return policy, {"reference with the weights of the model": 1}
+            return policy, {"reference with the same weights as the model": 1}
         _require_same_tokens(self.reference, self.reference_revision, subject, examples.values())
         other = ModelSpec(self.reference, self.reference_revision, spec.dtype, spec.attn_implementation)
-        return self._score("reference", other, examples, subject.device, pad_id), {}
+        return self._score_pairs("reference", other, examples, subject.device, pad_id), {}
 
-    def _score(
-        self, what: str, spec: ModelSpec, examples: Mapping[str, TrainingExample], device: torch.device, pad_id: int
+    def _score_pairs(
+        self, role: str, spec: ModelSpec, examples: Mapping[str, TrainingExample], device: torch.device, pad_id: int
     ) -> Logps:
-        """Returns the log-probabilities of all pairs under one model, which is let go again."""
+        """Computes the log-probabilities of all pairs under one model, which is loaded for it and then freed."""
         from attnpo.data.scoring import score_examples
         from attnpo.models.loading import load_model
         from attnpo.models.scored import ScoredLM
@@ -245,35 +254,36 @@ class ImplicitReward:
         )
         scored = ScoredLM(model.to(device))  # type: ignore[arg-type]
         logps: dict[str, tuple[Tensor, Tensor]] = {}
-        began = said = time.perf_counter()
+        began = logged = time.perf_counter()
         for pair_id, values in score_examples(scored, list(examples.values()), pad_id):
             logps[pair_id] = values
             now = time.perf_counter()
-            if now - said > LOG_EVERY:
-                said = now
-                log.info("%s: %s, %d of %d pairs, %.0f s", self.name, what, len(logps), len(examples), now - began)
+            if now - logged > LOG_EVERY:
+                logged = now
+                log.info("%s: %s, %d of %d pairs, %.0f s", self.name, role, len(logps), len(examples), now - began)
         broken = [pair_id for pair_id, sides in logps.items() if not all(bool(side.isfinite().all()) for side in sides)]
         if broken:
             raise UserError(
-                f"{self.name}: the {what} {spec.path} gives log-probabilities that are no numbers for {len(broken)} of "
-                f"{len(logps)} pairs (first: {broken[0]}); its weights are broken, or model.dtype={spec.dtype} is too "
-                "narrow for them"
+                f"{self.name}: the {role} {spec.path} gives log-probabilities that are not finite for {len(broken)} of "
+                f"{len(logps)} pairs (first: {broken[0]}): its weights are broken, or the range of "
+                f"model.dtype={spec.dtype} is too small"
             )
         del model, scored
-        torch.cuda.empty_cache()  # without effect where there is no GPU
+        torch.cuda.empty_cache()  # no effect without a GPU
         return logps
 
 
 # ------------------------------------------------------------------------------------------------ rewards
 
 
-def reward_gaps(
+def reward_margins(
     policy: Logps, reference: Logps | None, weighed: Mapping[str, RewardFactors] | None = None
 ) -> "DataFrame":
-    """Returns how far each pair's chosen response is ahead in nats, by reward: summed over tokens, and as means.
+    """Computes each pair's reward margin (chosen minus rejected) in nats, one column per reward.
 
-    The first are of log pi - log ref, where there is a reference; log-ratios are formed per token before any sum. With
-    ``weighed`` that of ``sum_t f_t (log pi - log ref)_t`` stands before them, NaN for a pair without factors f.
+    Rewards are summed over tokens and also averaged. With a reference, the first ones use log pi - log ref, formed per
+    token before summing. With ``weighed``, the first column is ``sum_t f_t (log pi - log ref)_t``, NaN for pairs
+    without factors f.
     """
     from pandas import DataFrame
 
@@ -288,15 +298,15 @@ def reward_gaps(
                 factors = weighed[pair_id].factors if pair_id in weighed else (torch.tensor(float("nan")),) * 2
                 made = [(f.double() * ratio).sum() for f, ratio in zip(factors, ratios, strict=True)]
                 row[WEIGHTED] = float(made[0] - made[1])
-            row |= _ahead(PLAIN, NORMALISED, ratios)
-        row |= _ahead(POLICY, POLICY + PER_TOKEN, ours)
+            row |= _margins(PLAIN, NORMALISED, ratios)
+        row |= _margins(POLICY, POLICY + PER_TOKEN, ours)
         if reference is not None:
-            row |= _ahead(REFERENCE, REFERENCE + PER_TOKEN, theirs)
+            row |= _margins(REFERENCE, REFERENCE + PER_TOKEN, theirs)
         rows[pair_id] = row
     return DataFrame.from_dict(rows, orient="index")
 
 
-def _ahead(total: str, mean: str, sides: Sequence[Tensor]) -> dict[str, float]:
+def _margins(total: str, mean: str, sides: Sequence[Tensor]) -> dict[str, float]:
     chosen, rejected = (float(side.sum()) for side in sides)
     return {total: chosen - rejected, mean: chosen / len(sides[0]) - rejected / len(sides[1])}
 
@@ -344,91 +354,103 @@ Values = Float[np.ndarray, "pairs"]
 
 
 def section_shares(section: str) -> dict[str, float]:
-    """Returns how much each subset counts in the accuracy of its section; the shares sum to 1."""
+    """Returns the weight of each subset in its section's accuracy; the weights sum to 1."""
     counts = SECTIONS[section]
     return {subset: count / sum(counts.values()) for subset, count in counts.items()}
 
 
 @dataclass(frozen=True)
-class Orders:
-    """Gaps by which the chosen response of each pair is ahead of the rejected one, a column for each reward.
+class RankingAccuracy:
+    """Accuracy with which rewards rank labelled pairs, computed from reward margins.
 
-    ``gaps`` hold NaN where a pair has no such reward; the first column is the one that counts. ``groups``: the part of
-    the set that each pair belongs to. ``compared``: from the name of a score to the two rewards it compares.
+    ``margins``: chosen minus rejected reward, one row per pair and one column per reward, the main reward first; NaN
+    if a pair has no such reward. ``groups``: the subset of each pair. ``compared``: maps a score's name to the two
+    rewards whose accuracies it compares.
     """
 
-    gaps: "DataFrame"
+    margins: "DataFrame"
     groups: Sequence[str | None]
     ties: Ties = Ties.HALF
     compared: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
-    def main(self) -> str:
-        """Returns the reward that counts."""
-        return str(self.gaps.columns[0])
+    def main_reward(self) -> str:
+        """Returns the name of the main reward."""
+        return str(self.margins.columns[0])
 
     @cached_property
-    def right(self) -> "DataFrame":
-        """Returns 1 for a pair that a reward orders as its label does, 0 for one it does not; NaN where it has none."""
-        tie = 0.5 if self.ties is Ties.HALF else 0.0
-        return (self.gaps > 0).astype(float).mask(self.gaps == 0, tie).where(self.gaps.notna()).reset_index(drop=True)
+    def correct(self) -> "DataFrame":
+        """Returns 1 if a reward ranks a pair as labelled, 0 if not, the tie value if equal; NaN without a reward."""
+        tie, margins = 0.5 if self.ties is Ties.HALF else 0.0, self.margins
+        return (margins > 0).astype(float).mask(margins == 0, tie).where(margins.notna()).reset_index(drop=True)
 
     @cached_property
-    def _parts(self) -> "dict[str, DataFrame]":
-        """Returns the rows of ``right`` by part, the parts in order of their names."""
-        return {str(group): rows for group, rows in self.right.groupby(np.array(self.groups, dtype=object))}
+    def _correct_by_subset(self) -> "dict[str, DataFrame]":
+        """Returns the rows of ``correct`` by subset, in alphabetical order."""
+        return {str(group): rows for group, rows in self.correct.groupby(np.array(self.groups, dtype=object))}
 
     def scores(self) -> tuple[BenchmarkScore, ...]:
-        """Returns accuracies of every reward, their differences, and the sections of RewardBench that are whole.
+        """Returns the accuracies of all rewards, their find_differences, and every complete RewardBench section.
 
-        The sections are those of the reward that counts, and alike in their mean, which the leaderboard's older test
-        sets, at half a section's weight, are no part of. Intervals: 95 % over pairs, None where all pairs agree.
+        Sections use the main reward. The overall RewardBench score is their unweighted mean; it leaves out the
+        leaderboard's older test sets, which have half a section's weight there. Intervals are 95 % over pairs, None if
+        all pairs agree.
         """
-        right = self.right
-        found = [mean_score(name, present(right[name])) for name in right.columns]
-        found += [mean_score(name, present(right[one] - right[other])) for name, (one, other) in self.compared.items()]
-        parts = {group: of for group, rows in self._parts.items() if len(of := present(rows[self.main]))}
+        right = self.correct
+        found = [mean_score(name, drop_missing(right[name])) for name in right.columns]
+        found += [
+            mean_score(name, drop_missing(right[one] - right[other])) for name, (one, other) in self.compared.items()
+        ]
+        parts = {
+            group: of
+            for group, rows in self._correct_by_subset.items()
+            if len(of := drop_missing(rows[self.main_reward]))
+        }
         shares = {name: section_shares(name) for name, subsets in SECTIONS.items() if subsets.keys() <= parts.keys()}
         if len(shares) == len(SECTIONS):
             every = {subset: share / len(SECTIONS) for of in shares.values() for subset, share in of.items()}
             found.append(stratified_score("rewardbench", parts, every))
         return (*found, *(stratified_score(f"rewardbench_{name}", parts, of) for name, of in shares.items()))
 
-    def table(self) -> tuple[dict[str, object], ...]:
-        """Returns a row for each part: pairs, ties, the accuracy of every reward, the interval of the main one."""
+    def subset_table(self) -> tuple[dict[str, object], ...]:
+        """Returns one row per subset: pairs, ties, the accuracy of each reward, and the main reward's interval."""
         rows: list[dict[str, object]] = []
-        for group, right in self._parts.items():
-            low, high = interval(present(right[self.main])) or (None, None)
+        for group, right in self._correct_by_subset.items():
+            low, high = accuracy_interval(drop_missing(right[self.main_reward])) or (None, None)
             row: dict[str, object] = {"subset": group, "section": SECTION_OF.get(group, ""), "pairs": len(right)}
-            row |= {"ties": int((self.gaps[self.main].iloc[right.index] == 0).sum())}
-            row |= {name: float(of.mean()) if len(of := present(right[name])) else None for name in right.columns}
+            row |= {"ties": int((self.margins[self.main_reward].iloc[right.index] == 0).sum())}
+            row |= {name: float(of.mean()) if len(of := drop_missing(right[name])) else None for name in right.columns}
             rows.append({**row, "low": low, "high": high})
         return tuple(rows)
 
-    def account(self) -> dict[str, int]:
-        """Returns what is worth knowing of the pairs, by reason: ties, and which parts are missing."""
+    def counts(self) -> dict[str, int]:
+        """Returns the number of ties, of pairs without a subset, and of RewardBench subsets without pairs."""
         there = {group for group in self.groups if group is not None}
-        counts = {f"ties in {self.main}, counted {self.ties.value}": int((self.gaps[self.main] == 0).sum())}
+        counts = {
+            f"ties in {self.main_reward}, counted as {self.ties.value}": int(
+                (self.margins[self.main_reward] == 0).sum()
+            )
+        }
         if there:
             counts["pairs without a subset"] = sum(group is None for group in self.groups)
         if there & SECTION_OF.keys():
-            counts["RewardBench subsets without a pair"] = len(SECTION_OF.keys() - there)
+            counts["RewardBench subsets without pairs"] = len(SECTION_OF.keys() - there)
         return {reason: count for reason, count in counts.items() if count}
 
 
-def present(values: "Series[float]") -> Values:
-    """Returns the values of the pairs that have one."""
+def drop_missing(values: "Series[float]") -> Values:
+    """Returns the values without NaN, as an array."""
     return np.asarray(values.dropna().to_numpy(), dtype=float)
 
 
 def mean_score(name: str, values: Values) -> BenchmarkScore:
-    """Returns the mean of what pairs give."""
+    """Builds a score from the mean over pairs, with its interval."""
     figure = float(values.mean()) if values.size else float("nan")
-    return BenchmarkScore(name, figure, (figure,), interval(values), None, int(values.size))
+    return BenchmarkScore(name, figure, (figure,), accuracy_interval(values), None, int(values.size))
 
 
-def interval(values: Values) -> tuple[float, float] | None:
-    """Returns 95 % over pairs of their mean; None where all pairs have the same value, which says nothing of it."""
+def accuracy_interval(values: Values) -> tuple[float, float] | None:
+    """Returns the 95 % interval of the mean over pairs; None if all values are equal, as resampling cannot vary."""
     if not values.size or np.ptp(values) == 0:
         return None
     found = hierarchical_bootstrap(values[None], draws=DRAWS)
@@ -436,10 +458,10 @@ def interval(values: Values) -> tuple[float, float] | None:
 
 
 def stratified_score(name: str, parts: Mapping[str, Values], shares: Mapping[str, float]) -> BenchmarkScore:
-    """Returns a mean of the means of parts, each with its share.
+    """Builds a score from the weighted mean of subset means, with ``shares`` as weights.
 
-    The interval is that of the mean's linear terms f + n s / n_k (v - f_k) of the n pairs, with a part's share s, its
-    n_k pairs and their mean f_k: only the scatter within parts counts, the shares being fixed.
+    The interval is that of the linearized terms f + n s / n_k (v - f_k) of the n pairs, where s is a subset's share,
+    n_k its number of pairs and f_k their mean. The shares are fixed, so only the spread within subsets counts.
     """
     figure = sum(share * float(parts[group].mean()) for group, share in shares.items())
     pairs = sum(len(parts[group]) for group in shares)
@@ -447,17 +469,17 @@ def stratified_score(name: str, parts: Mapping[str, Values], shares: Mapping[str
         figure + pairs * share / len(parts[group]) * (parts[group] - parts[group].mean())
         for group, share in shares.items()
     ]
-    return BenchmarkScore(name, figure, (figure,), interval(np.concatenate(terms)), None, pairs)
+    return BenchmarkScore(name, figure, (figure,), accuracy_interval(np.concatenate(terms)), None, pairs)
 
 
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def _plain(lengths: LengthRules) -> dict[str, object]:
+def _lengths_as_dict(lengths: LengthRules) -> dict[str, object]:
     return {name: getattr(value, "value", value) for name, value in asdict(lengths).items()}
 
 
-def _require_room(model: ModelSpec, lengths: LengthRules) -> None:
+def _check_max_length(model: ModelSpec, lengths: LengthRules) -> None:
     from attnpo.models.generate import max_sequence_length
 
     key = f"{KEY}lengths.max_length"
@@ -465,15 +487,19 @@ def _require_room(model: ModelSpec, lengths: LengthRules) -> None:
     positions = max_sequence_length(model.path, model.revision, key, None)
     if positions is not None and positions < lengths.max_length:
         raise UserError(
-            f"{key}={lengths.max_length}: {model.path} has {positions} positions; set {key}={positions} and "
-            f"{KEY}lengths.max_prompt_length below it"
+            f"{key}={lengths.max_length} is too long: {model.path} has {positions} positions; set {key}={positions} "
+            f"and {KEY}lengths.max_prompt_length to less than that"
         )
 
 
 def _require_same_tokens(
-    reference: str, revision: str | None, subject: Subject, examples: Iterable[TrainingExample]
+    reference: str, revision: str | None, subject: EvaluatedModel, examples: Iterable[TrainingExample]
 ) -> None:
-    """Raises UserError where a token of the pairs is another one for the reference, or one without a row there."""
+    """Checks that the reference has the same id and an embedding row for every token of the pairs.
+
+    Raises:
+        UserError: at least one token differs.
+    """
     from attnpo.models.described import token_rows
     from attnpo.models.loading import load_text_config, load_tokenizer
 
@@ -488,44 +514,52 @@ def _require_same_tokens(
     ]
     if wrong:
         raise UserError(
-            f"{KEY}reference={reference} has another vocabulary than {subject.model.path}: {len(wrong)} of "
-            f"{len(used)} tokens of the pairs have other ids there (first: {wrong[0]!r}); name the model that its "
-            "training started from"
+            f"{KEY}reference={reference} has a different vocabulary from {subject.model.path}: {len(wrong)} of "
+            f"{len(used)} tokens of the pairs have other ids (first: {wrong[0]!r}); use the model that training "
+            "started from"
         )
 
 
-def _matching(
+def _select_matching(
     weighed: Mapping[str, RewardFactors], examples: Mapping[str, TrainingExample]
 ) -> Mapping[str, RewardFactors]:
-    """Returns the weights, as far as there is such a pair; UserError where they were made for other tokens."""
+    """Selects the weights of pairs that are evaluated.
+
+    Raises:
+        UserError: weights were made for other tokens.
+    """
     found = {pair_id: pair for pair_id, pair in weighed.items() if pair_id in examples}
     for pair_id, pair in found.items():
         ids = tuple(side.response_ids for side in examples[pair_id].sides)
         if ids != pair.response_ids:
             raise UserError(
-                f"implicit reward: token weights of pair {pair_id} belong to other tokens than the model's; weights "
-                "and model must have one tokenizer, chat template and length rules: name the run that trained the model"
+                f"implicit reward: the token weights of pair {pair_id} do not match the model's tokens; weights and "
+                "model must share tokenizer, chat template and length rules: use the run that trained the model"
             )
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationPairs(UnseenPairs):
-    """Validation pairs of a run, as its own ``source`` gives them."""
+    """Validation pairs of a run, read from the run's own ``source``."""
 
     source: PairReader
 
     def load(self) -> PairSet:
-        """Reads the run's validation split. UserError as training raises it."""
+        """Loads the run's validation split, with the same errors as in training."""
         return self.source.load("val")
 
 
-def fill_from_run(measure: Benchmark | Measure, model: str, overrides: tuple[str, ...]) -> Benchmark | Measure:
-    """Fills in an implicit reward's reference, pairs and lengths from the run whose ``best/`` or ``last/`` is measured.
+def fill_from_run(
+    measure: Benchmark | UngradedBenchmark, model: str, overrides: tuple[str, ...]
+) -> Benchmark | UngradedBenchmark:
+    """Fills in an implicit reward's reference, pairs and lengths from the run that trained the evaluated model.
 
-    For any other ``model`` from the run that its token weights are of, if one is named. What ``overrides`` name is
-    kept; one line says what was taken. Any other benchmark stays as it is. UserError where something is auto and the
-    run's configuration cannot be read.
+    The run is found if ``model`` is a ``best/`` or ``last/`` folder; otherwise it is the run named for token weights,
+    if any. Keys set in ``overrides`` are kept, and the log lists the values taken. Other benchmarks stay unchanged.
+
+    Raises:
+        UserError: a key is auto and the run's configuration cannot be read.
     """
     folder = find_run_of_model(model)
     if isinstance(measure, WeightedImplicitReward) and measure.run != AUTO:
@@ -537,36 +571,36 @@ def fill_from_run(measure: Benchmark | Measure, model: str, overrides: tuple[str
     except UserError as problem:
         if AUTO in (measure.reference, measure.data.path):
             raise
-        log.warning("%slengths are not taken from the run: %s", KEY, problem)
+        log.warning("%slengths cannot be taken from the run: %s", KEY, problem)
         return measure
-    told = []
+    taken = []
     if isinstance(measure, WeightedImplicitReward) and measure.run == AUTO:
         measure = replace(measure, run=str(folder))
-        told.append("token weights")
+        taken.append("token weights")
     if measure.reference == AUTO:
         revision = measure.reference_revision or run.model.revision
         measure = replace(measure, reference=run.model.path, reference_revision=revision)
-        told.append(f"reference {run.model.path}")
+        taken.append(f"reference {run.model.path}")
         if run.model.quantize is not None:
             log.warning(
-                "%sreference=%s is read whole, and the run trained on it in 4 bits (model.quantize=%s): the reward "
-                "holds what that changed, too",
+                "%sreference=%s is loaded without quantization, but the run trained on a 4-bit version of it "
+                "(model.quantize=%s): the reward includes the effect of quantization",
                 *(KEY, run.model.path, run.model.quantize),
             )
     if measure.data.path == AUTO:
         place = str(getattr(run.data, "location", "its data"))
         measure = replace(measure, data=ValidationPairs(place, group=measure.data.group, source=run.data))
-        told.append(f"validation pairs of {place}")
-    lengths = lengths_of(run.lengths, measure.lengths, overrides)
+        taken.append(f"validation pairs of {place}")
+    lengths = merge_length_rules(run.lengths, measure.lengths, overrides)
     if lengths != measure.lengths:
-        told.append("lengths " + ", ".join(f"{key}={value}" for key, value in _plain(lengths).items()))
-    if told:
-        log.info("%s takes from the run in %s: %s", measure.name, folder, "; ".join(told))
+        taken.append("lengths " + ", ".join(f"{key}={value}" for key, value in _lengths_as_dict(lengths).items()))
+    if taken:
+        log.info("%s takes these settings from the run in %s: %s", measure.name, folder, "; ".join(taken))
     return replace(measure, lengths=lengths)
 
 
-def lengths_of(run: LengthRules, asked: LengthRules, overrides: tuple[str, ...]) -> LengthRules:
-    """Returns the run's length rules, but those that the command names, or that a benchmark of one's own sets."""
+def merge_length_rules(run: LengthRules, asked: LengthRules, overrides: tuple[str, ...]) -> LengthRules:
+    """Returns the run's length rules, except for those set by overrides or by a custom benchmark."""
     named = [override.partition("=")[0].lstrip("+") for override in overrides]
     default, taken = asdict(LengthRules()), asdict(run)
     own = {
@@ -579,31 +613,31 @@ def lengths_of(run: LengthRules, asked: LengthRules, overrides: tuple[str, ...])
 
 @dataclass(frozen=True)
 class WeightedImplicitReward(ImplicitReward):
-    """Plain measure, and ``accuracy_weighted``: the order by ``sum_t f_t (log pi - log ref)_t``.
+    """Implicit-reward accuracy with an added ``accuracy_weighted``, which ranks by ``sum_t f_t (log pi - log ref)_t``.
 
-    ``run`` is the folder of the run whose weights are taken (as a rule, of the one that trained the model): its source,
-    judge and transforms weigh the pairs as they weighed its training pairs, and f is what its objective multiplies beta
-    by. The run's lengths hold instead of ``lengths``.
+    ``run``: folder of the run that supplies the weights, usually the one that trained the model. Its source, judge and
+    transforms weight the pairs like its training pairs, and f is the factor its objective applies to beta. The run's
+    length rules replace ``lengths``.
     """
 
     run: str = AUTO
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns the weighted accuracy, which counts, the plain measure's, and what the weighted one is ahead by."""
+        """Returns the names of the scores: the weighted accuracy (main score), the plain ones and the weighted gain."""
         return (WEIGHTED, *super().scores, f"{GAIN}_weighted")
 
-    def versions(self) -> dict[str, object]:
-        """Returns those of the plain measure, and the settings of the run that touch weights."""
-        cfg = self._config()
-        return {**ImplicitReward.versions(replace_lengths(self, cfg.lengths)), "weights": make_identity(cfg).inputs}
+    def fingerprint(self) -> dict[str, object]:
+        """Returns the plain benchmark's fingerprint and the run's settings that affect weights."""
+        cfg = self._run_config()
+        return {**ImplicitReward.fingerprint(replace_lengths(self, cfg.lengths)), "weights": make_identity(cfg).inputs}
 
-    def measure(self, subject: Subject) -> UngradedResult:
-        """Accuracies of the plain, the length-normalised and the token-weighted reward, and of each model alone.
+    def measure(self, subject: EvaluatedModel) -> UngradedResult:
+        """Computes accuracies of the plain, length-normalised and token-weighted rewards, and of each model alone.
 
         Raises:
-            UserError: as the plain measure does; there is no run in the folder, its objective reads no token weights,
-                its source computes them in training alone, or its data, model or judge are no longer where they were.
+            UserError: as for the plain benchmark; or the folder holds no run, the run's objective uses no token
+                weights, its source computes them only during training, or its data, model or judge have moved.
         """
         from attnpo.run.inputs import read_inputs
         from attnpo.run.other_pairs import reward_factors
@@ -611,28 +645,28 @@ class WeightedImplicitReward(ImplicitReward):
 
         if self.reference is None:
             raise UserError(
-                f"{KEY}reference=null: there is no log-ratio to weigh; name the model training started from"
+                f"{KEY}reference=null leaves no log-ratio to weight: set it to the model that training started from"
             )
-        cfg = self._config()
+        cfg = self._run_config()
         if "token_weights" not in cfg.objective.requires or isinstance(cfg.weights, OnlineSource):
             what = type(cfg.weights).__name__ if "token_weights" in cfg.objective.requires else "its objective"
             raise UserError(
-                f"{KEY}run={self.run}: {what} leaves no token weights to take; name a run with weights that are read "
-                "before training, or set benchmark=implicit_reward"
+                f"{KEY}run={self.run} has no token weights to reuse, because of {what}: use a run whose weights are "
+                "read before training, or set benchmark=implicit_reward"
             )
         cfg, base, readers, _ = resolve(cfg)
         inputs = read_inputs(cfg, base, readers)
         factors = partial(reward_factors, cfg.objective, inputs.recipe, inputs.weighed, readers)
-        return replace_lengths(self, cfg.lengths).measure_with(subject, factors)
+        return replace_lengths(self, cfg.lengths).measure_weighted(subject, factors)
 
-    def _config(self) -> RunConfig:
+    def _run_config(self) -> RunConfig:
         if self.run == AUTO:
-            raise UserError(f"{KEY}run: {OF_RUN}; give {KEY}run=outputs/RUN, the run whose token weights are taken")
+            raise UserError(f"{KEY}run is {OF_RUN}: set {KEY}run=outputs/RUN, the run that supplies the token weights")
         return load_saved_config(Path(self.run), f"{KEY}run={self.run}")
 
 
 def replace_lengths(measure: WeightedImplicitReward, lengths: LengthRules) -> WeightedImplicitReward:
-    """Returns the measure with the length rules of its run; logs where they differ."""
+    """Returns the benchmark with its run's length rules, and logs if they differ."""
     if asdict(measure.lengths) != asdict(lengths):
-        log.info("%slengths: those of %s hold, since its weights are on tokens that they cut", KEY, measure.run)
+        log.info("%slengths: using those of %s, because its weights belong to tokens cut by them", KEY, measure.run)
     return replace(measure, lengths=lengths)

@@ -1,7 +1,7 @@
 """Statistics of studies: intervals over seeds and prompts, paired differences, tied ranks.
 
-Pure numpy, no files. Rules: seeds and held-out prompts are the two sources of chance; arms are compared pair by pair
-(same seed, same prompt).
+Pure numpy, no files. Seeds and held-out prompts are the two sources of randomness; arms are compared in pairs with the
+same seed and prompt.
 """
 
 import math
@@ -19,14 +19,11 @@ from attnpo.schema import UserError
 Scores = Float[np.ndarray, "seeds prompts"]
 
 LEVEL = 0.95  # nominal coverage of the intervals
-_DRAWS_AT_ONCE = 4_000_000  # numbers held by one chunk of resamples (32 MB)
+_DRAWS_AT_ONCE = 4_000_000  # numbers in one chunk of resamples (32 MB)
 
 
-class Prompts(Enum):
-    """Held-out prompts of the seeds.
-
-    The same for all, so that one draw of prompts serves them all, or each seed's own.
-    """
+class PromptSampling(Enum):
+    """Resampling of held-out prompts: one sample shared by all seeds, or a separate one per seed."""
 
     SHARED = "shared"
     PER_SEED = "per_seed"
@@ -34,9 +31,9 @@ class Prompts(Enum):
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean with its 95 % interval, and of how many seeds and prompts it is.
+    """Mean with its 95 % interval and the number of seeds and prompts.
 
-    ``low`` and ``high`` are NaN where a single value leaves nothing to draw an interval from.
+    ``low`` and ``high`` are NaN for a single value, which has no interval.
     """
 
     mean: float
@@ -47,11 +44,11 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Returns whether 0 lies outside the interval; False where there is no interval."""
+        """Returns whether 0 is outside the interval; False if there is no interval."""
         return self.low > 0 or self.high < 0
 
     def text(self, digits: int = 3) -> str:
-        """Returns the interval as "0.123 [0.100, 0.150]"; "0.123 [no interval]" where there is none."""
+        """Formats mean and interval as "0.123 [0.100, 0.150]", or "0.123 [no interval]"."""
         if math.isnan(self.low):
             return f"{self.mean:.{digits}f} [no interval]"
         return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
@@ -61,69 +58,72 @@ class Interval:
 
 
 def hierarchical_bootstrap(
-    values: Scores, *, draws: int = 10_000, seed: int = 0, prompts: Prompts = Prompts.SHARED
+    values: Scores, *, draws: int = 10_000, seed: int = 0, prompts: PromptSampling = PromptSampling.SHARED
 ) -> Interval:
     """Returns the mean of ``values`` with a percentile interval from resampling seeds, then prompts.
 
-    The percentiles are widened for few units (Hesterberg, The American Statistician 69, 2015): resampling n units sees
-    (n - 1) / n of their variance and no heavy tail, so that plain percentiles over 5 seeds cover about 83 instead of 95
-    percent. The units are counted by Satterthwaite's rule from the variances over seeds and over prompts: near the
-    number of seeds where training noise rules (then the widening is large), near that of prompts where the choice of
-    prompts does.
+    The percentiles are widened for small samples (Hesterberg, The American Statistician 69, 2015): a bootstrap over n
+    units underestimates their variance by (n - 1) / n and misses heavy tails, so that plain percentiles over 5 seeds
+    cover about 83 instead of 95 percent. The effective number of units follows Satterthwaite's rule from the variances
+    over seeds and over prompts. If training noise dominates, it is close to the number of seeds (and the widening is
+    large); if the choice of prompts dominates, it is close to the number of prompts.
 
     Args:
-        values: a row per training seed, a column per held-out prompt; all finite. One row: prompts only are drawn.
+        values: one row per training seed, one column per held-out prompt; all finite. With one row, only prompts are
+            resampled.
         draws: number of resamples.
-        seed: of the resampling; equal arguments give equal intervals.
-        prompts: SHARED draws one set of prompts for all seeds of a resample, as is right when every seed answers the
-            same prompts (what is special about a prompt does not average out over seeds); PER_SEED draws anew for
-            each drawn seed.
+        seed: seed of the resampling; equal arguments give equal intervals.
+        prompts: SHARED resamples one set of prompts for all seeds, which is correct if all seeds answer the same
+            prompts (a prompt's peculiarities do not average out over seeds). PER_SEED resamples prompts for each seed
+            separately.
 
-    An interval over S seeds never leaves their range of means by more than the prompts' noise: over 5 seeds it cannot
-    cover more than about 94 percent where seeds dominate, over 3 about 75 percent.
+    An interval over S seeds extends beyond the range of their means only by the noise from prompts. If seeds dominate,
+    it cannot cover more than about 94 percent with 5 seeds, or 75 percent with 3.
     """
     scores = _check_scores(values, "values")
     if draws < 1:
-        raise UserError(f"bootstrap draws: expected at least 1, got {draws}")
+        raise UserError(f"the number of bootstrap draws must be at least 1, got {draws}")
     seeds, width = scores.shape
     mean = float(scores.mean())
     if scores.size == 1:
         return Interval(mean, math.nan, math.nan, 1, 1)
-    tail = widened_tail(_freedom(scores))
+    tail = widened_tail(_degrees_of_freedom(scores))
     low, high = np.quantile(_resampled_means(scores, draws, seed, prompts), (tail, 1 - tail))
     return Interval(mean, float(low), float(high), seeds, width)
 
 
 def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds other_prompts"]) -> Interval:
-    """Returns the mean of ``first - second``, paired by seed and prompt, with ``hierarchical_bootstrap``'s interval.
+    """Returns the mean of ``first - second``, paired by seed and prompt, with a ``hierarchical_bootstrap`` interval.
 
-    Row i of both is the same seed (base model, data, order), column j the same held-out prompt. UserError when the
-    shapes differ.
+    Row i of both is the same seed (base model, data, order), and column j the same held-out prompt.
+
+    Raises:
+        UserError: the shapes differ.
     """
     one, two = _check_scores(first, "first arm"), _check_scores(second, "second arm")
     if one.shape != two.shape:
         raise UserError(
-            f"paired difference: expected both arms on the same seeds and prompts, got {one.shape[0]} seeds x "
-            f"{one.shape[1]} prompts against {two.shape[0]} x {two.shape[1]}; keep the seeds and prompts both have"
+            f"paired difference: both arms must have the same seeds and prompts, got {one.shape[0]} seeds x "
+            f"{one.shape[1]} prompts and {two.shape[0]} x {two.shape[1]}; keep only seeds and prompts that both have"
         )
     return hierarchical_bootstrap(one - two)
 
 
-def _resampled_means(scores: Scores, draws: int, seed: int, prompts: Prompts) -> Float[np.ndarray, " draws"]:
-    """Returns means of resamples. Drawing with replacement is held as counts per seed and per prompt."""
+def _resampled_means(scores: Scores, draws: int, seed: int, prompts: PromptSampling) -> Float[np.ndarray, " draws"]:
+    """Returns the means of bootstrap resamples, which are represented as counts per seed and per prompt."""
     seeds, width = scores.shape
-    if prompts is Prompts.SHARED and draws * width <= _DRAWS_AT_ONCE:
+    if prompts is PromptSampling.SHARED and draws * width <= _DRAWS_AT_ONCE:
         chosen, drawn = _shared_draws(seeds, width, draws, seed)
         return np.asarray(((chosen @ scores) * drawn).sum(axis=1) / (seeds * width), dtype=np.float64)
     random = np.random.default_rng(seed)
-    per_draw = width if prompts is Prompts.SHARED else seeds * width
+    per_draw = width if prompts is PromptSampling.SHARED else seeds * width
     chunk = max(1, _DRAWS_AT_ONCE // per_draw)
     even_seeds, even_prompts = np.full(seeds, 1 / seeds), np.full(width, 1 / width)
     out = []
     for start in range(0, draws, chunk):
         count = min(chunk, draws - start)
         chosen = random.multinomial(seeds, even_seeds, size=count)
-        if prompts is Prompts.SHARED:
+        if prompts is PromptSampling.SHARED:
             drawn = random.multinomial(width, even_prompts, size=count)
             sums = ((chosen @ scores) * drawn).sum(axis=1)
         else:
@@ -137,14 +137,14 @@ def _resampled_means(scores: Scores, draws: int, seed: int, prompts: Prompts) ->
 def _shared_draws(
     seeds: int, width: int, draws: int, seed: int
 ) -> tuple[Int[np.ndarray, "draws seeds"], Int[np.ndarray, "draws width"]]:
-    """Returns the counts of ``draws`` resamples, which a study takes at every point: they depend on no score."""
+    """Returns the counts of ``draws`` resamples; independent of the scores, so a study can reuse them everywhere."""
     random = np.random.default_rng(seed)
     chosen = random.multinomial(seeds, np.full(seeds, 1 / seeds), size=draws)
     return chosen, random.multinomial(width, np.full(width, 1 / width), size=draws)
 
 
-def _freedom(scores: Scores) -> int:
-    """Returns Satterthwaite's degrees of freedom of the grand mean, rounded down, at least 1."""
+def _degrees_of_freedom(scores: Scores) -> int:
+    """Returns Satterthwaite's degrees of freedom of the grand mean, rounded down but at least 1."""
     parts = [
         (float(means.var(ddof=1)) / len(means), len(means) - 1)
         for means in (scores.mean(axis=1), scores.mean(axis=0))
@@ -157,21 +157,21 @@ def _freedom(scores: Scores) -> int:
 
 
 def widened_tail(freedom: int) -> float:
-    """Returns the share cut off at each end so that percentiles over few units reach as far as a t interval does."""
+    """Returns the tail probability that makes a percentile interval over few units as wide as a t interval."""
     reach = math.sqrt((freedom + 1) / freedom) * t_quantile((1 + LEVEL) / 2, freedom)
     return NormalDist().cdf(-reach)
 
 
 def t_quantile(probability: float, freedom: int) -> float:
-    """Returns the quantile of Student's t with a whole number of degrees of freedom, to about 1e-12.
+    """Returns a quantile of Student's t with an integer number of degrees of freedom, accurate to about 1e-12.
 
-    Bisection on the angle atan(t / sqrt(freedom)), in which the distribution function is a finite sum of powers of
-    sine and cosine (Abramowitz and Stegun 26.7.3 and 26.7.4).
+    Uses bisection on the angle atan(t / sqrt(freedom)), because the distribution function is a finite sum of powers of
+    its sine and cosine (Abramowitz and Stegun 26.7.3 and 26.7.4).
     """
     if not 0 < probability < 1:
-        raise UserError(f"quantile: expected a probability above 0 and below 1, got {probability}")
+        raise UserError(f"quantile: expected a probability between 0 and 1, got {probability}")
     if freedom < 1:
-        raise UserError(f"Student t: expected at least 1 degree of freedom, got {freedom}")
+        raise UserError(f"Student's t: expected at least 1 degree of freedom, got {freedom}")
     if probability < 0.5:
         return -t_quantile(1 - probability, freedom)
     low, high = 0.0, math.pi / 2
@@ -186,7 +186,7 @@ def t_quantile(probability: float, freedom: int) -> float:
 
 
 def _t_factors(freedom: int) -> Float[np.ndarray, " terms"]:
-    """Coefficients of the even powers of the cosine: 1, 2/3, 2*4/(3*5)... (odd) or 1, 1/2, 1*3/(2*4)... (even)."""
+    """Returns coefficients of the cosine's even powers: 1, 2/3, 2*4/(3*5)... (odd) or 1, 1/2, 1*3/(2*4)... (even)."""
     terms = freedom // 2
     step = np.arange(1, terms, dtype=np.float64)
     ratios = (2 * step) / (2 * step + 1) if freedom % 2 else (2 * step - 1) / (2 * step)
@@ -206,9 +206,9 @@ def _t_centre(angle: float, freedom: int, factors: Float[np.ndarray, " terms"]) 
 
 
 def tied_ranks(scores: Float[np.ndarray, " methods"]) -> Float[np.ndarray, " methods"]:
-    """Returns the rank of each score, 1 the highest; equal scores share the mean of the ranks they take up."""
+    """Returns the rank of each score, with 1 for the highest; equal scores share the mean of their ranks."""
     if scores.ndim != 1 or not np.isfinite(scores).all():
-        raise UserError(f"ranks: expected one row of finite scores, got shape {scores.shape}: {scores.tolist()}")
+        raise UserError(f"ranks need one row of finite scores, got shape {scores.shape}: {scores.tolist()}")
     above = (scores > scores[:, None]).sum(axis=1)
     return np.asarray(above + ((scores == scores[:, None]).sum(axis=1) + 1) / 2, dtype=np.float64)
 
@@ -216,12 +216,12 @@ def tied_ranks(scores: Float[np.ndarray, " methods"]) -> Float[np.ndarray, " met
 def average_ranks(
     scores: Float[np.ndarray, "methods metrics"], higher: Sequence[bool] | None = None
 ) -> Float[np.ndarray, " methods"]:
-    """Returns the mean over metrics of each method's tied rank (the paper's Avg Rank, best = 1).
+    """Returns each method's tied rank averaged over metrics (the paper's Avg Rank, best = 1).
 
-    ``higher`` says of each metric whether its higher scores are the better ones, as they are where it is not given.
+    ``higher``: whether higher scores are better, for each metric (default: all True).
     """
     if scores.ndim != 2 or 0 in scores.shape:
-        raise UserError(f"average ranks: expected a table of methods x metrics, got shape {scores.shape}")
+        raise UserError(f"average ranks need a table of methods x metrics, got shape {scores.shape}")
     directions = [True] * scores.shape[1] if higher is None else higher
     columns = [tied_ranks(column if up else -column) for column, up in zip(scores.T, directions, strict=True)]
     return np.asarray(np.mean(columns, axis=0), dtype=np.float64)
@@ -233,11 +233,11 @@ def average_ranks(
 def _check_scores(values: Scores, name: str) -> Scores:
     scores = np.asarray(values, dtype=np.float64)
     if scores.ndim != 2 or 0 in scores.shape:
-        raise UserError(f"{name}: expected scores of shape (seeds, prompts), at least 1 x 1, got {scores.shape}")
+        raise UserError(f"{name}: scores must have shape (seeds, prompts), at least 1 x 1, got {scores.shape}")
     bad = int((~np.isfinite(scores)).sum())
     if bad:
         raise UserError(
-            f"{name}: expected finite scores, got {bad} of {scores.size} that are not; leave out the prompts (for "
-            "every arm alike) or repeat their runs"
+            f"{name}: {bad} of {scores.size} scores are not finite; leave these prompts out for all arms, or repeat "
+            "the runs"
         )
     return scores

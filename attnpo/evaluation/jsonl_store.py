@@ -1,8 +1,8 @@
-"""JSON lines that a stopped command leaves whole and a repeated one continues: answers, scores, replies of graders.
+"""JSON lines files for answers, scores and grader replies that survive interruptions and can be continued.
 
-Every line has a digest of itself, which is compared when it is read. A file beside the rows of a ``JsonlStore``, of the
-same name but for its ending .json, says what they are of and what became of them; their digests hold that too. A
-``ReplyStore`` holds a grader's replies under the keys of their calls.
+Every line carries its own digest, which is verified on reading. A ``JsonlStore`` has a sidecar with the same name and
+the suffix .json, which records the settings behind the rows and summary facts; its key is part of the rows' digests. A
+``ReplyStore`` holds grader replies by the key of their call.
 """
 
 import json
@@ -40,7 +40,7 @@ Name = tuple[str, int]
 
 
 class KeyedRow(TypedDict):
-    """Row is named by the id of a prompt and the number of the answer to it."""
+    """Row identified by a prompt's id and the index of an answer to it."""
 
     id: str
     draw: int
@@ -50,12 +50,12 @@ SomeRow = TypeVar("SomeRow", bound=KeyedRow)
 
 
 def read_lines(file: Path, noun: str, of: str = "", row_name: Callable[[Any], object] | None = None) -> list[Any]:
-    """Returns the rows of a file, each as it was written; none where there is no file.
+    """Reads and verifies the rows of a file; returns an empty list if there is no file.
 
-    A line without its end is still being written, by another process or by one that was stopped, and is left out.
+    A last line without a newline is ignored, because it is still being written or its process was stopped.
 
     Raises:
-        UserError: a line is damaged, was edited, or has the ``row_name`` of an earlier one.
+        UserError: a line is damaged, was edited, or repeats the ``row_name`` of an earlier one.
     """
     rows: list[Any] = []
     names: set[object] = set()
@@ -73,27 +73,28 @@ def read_lines(file: Path, noun: str, of: str = "", row_name: Callable[[Any], ob
 
 
 def damaged_line(file: Path, number: int, noun: str, line: object) -> UserError:
-    """Returns the error for a line that is not as it was written."""
+    """Builds the error for a line that was changed since it was written."""
     return UserError(
-        f"{file}, line {number}: expected one of the {noun} as it was written, once, got a line that was edited, is "
-        f"damaged, repeated or without a digest: {shorten(line)}; delete the line, what it held is then asked for "
-        "again; in a file of an earlier version, where no line has a digest, move the file away"
+        f"{file}, line {number}: one of the {noun} is damaged, was edited, occurs twice or has no digest: "
+        f"{shorten(line)}; delete the line, and its content is requested again; if no line has a digest, the file is "
+        "from an earlier version: move it away"
     )
 
 
 def seal_lines(rows: Iterable[Mapping[str, object]], of: str = "", ascii_only: bool = False) -> str:
-    """Returns rows as lines with their digests."""
+    """Serializes rows to JSON lines with digests."""
     return "".join(json.dumps(add_row_digest(row, of), ensure_ascii=ascii_only) + "\n" for row in rows)
 
 
 @dataclass(frozen=True)
 class JsonlStore(Generic[SomeRow]):
-    """Rows at ``path`` (``noun``: what they are), and this process's part of them.
+    """File of rows at ``path``, written in one part per process.
 
-    Each process of a job appends to a part of its own, which is the file itself when there is only one; whoever finds
-    all rows there merges. ``instead`` is what names another place, for messages.
+    Each process appends to its own part (the file itself if there is only one process), and the first to find all rows
+    complete merges the parts. For messages: ``noun`` names the rows, ``instead`` the option that sets another path.
 
-    Raises UserError for a path that does not end in .jsonl.
+    Raises:
+        UserError: the path does not end in .jsonl.
     """
 
     path: Path
@@ -104,128 +105,138 @@ class JsonlStore(Generic[SomeRow]):
 
     def __post_init__(self) -> None:
         if self.path.suffix != SUFFIX:
-            raise UserError(f"output={self.path}: expected a file name that ends in {SUFFIX}")
+            raise UserError(f"output={self.path} must end in {SUFFIX}")
 
     @property
     def sidecar(self) -> Path:
-        """Returns where the account of the rows lies."""
+        """Returns the path of the JSON file that describes the rows."""
         return self.path.with_suffix(".json")
 
     @property
     def part(self) -> Path:
         """Returns the file this process appends to."""
-        return self.path if self.processes == 1 else self._part(str(self.rank))
+        return self.path if self.processes == 1 else self._part_path(str(self.rank))
 
-    def _part(self, rank: str) -> Path:
+    def _part_path(self, rank: str) -> Path:
         return self.path.with_name(f"{self.path.stem}.part{rank}{SUFFIX}")
 
-    def _files(self) -> list[Path]:
-        # The whole file first: it is renamed into place before the parts it was merged from go.
+    def _existing_files(self) -> list[Path]:
+        # The merged file first: it is renamed into place before its parts are deleted.
         return [
-            file for file in (self.path, *sorted(self.path.parent.glob(self._part("[0-9]*").name))) if file.is_file()
+            file
+            for file in (self.path, *sorted(self.path.parent.glob(self._part_path("[0-9]*").name)))
+            if file.is_file()
         ]
 
     # ------------------------------------------------------------------------------------------ reading
 
     def open(self, key: Mapping[str, object]) -> dict[Name, SomeRow]:
-        """Returns the rows that are there already, by id and draw; a last line that was cut off is removed.
+        """Returns existing rows by id and draw, and removes an incomplete last line.
 
-        ``key`` is everything that decides a row; it is written beside the file.
+        ``key``: all settings that determine a row; written to the sidecar.
 
         Raises:
-            UserError: the rows there have another key (the first part that differs is named) or none, or a line
-                that is not the last one is damaged or was edited.
+            UserError: existing rows have another key (the message names the first difference) or no key, or a complete
+                line is damaged or was edited.
         """
-        files = self._files()
-        stored = read_account(self.sidecar)
+        files = self._existing_files()
+        stored = read_sidecar(self.sidecar)
         before, key = stored.get(KEY), identify(key)
         if (files or self.sidecar.exists()) and not isinstance(before, Mapping):
             there = files[0] if files else self.sidecar
             raise UserError(
-                f"{self.path} has no {self.sidecar.name} beside it that says what its {self.noun} are of: move {there} "
-                f"away, or give another {self.instead}"
+                f"{self.path} lacks the file {self.sidecar.name} that describes its {self.noun}: move {there} away, or "
+                f"set another {self.instead}"
             )
         if isinstance(before, Mapping):
             for name, was, now in find_differences(identify(before), key):
                 raise UserError(
-                    f"{self.path} holds {self.noun} with {name} {was}, this command has {now}: {self.noun} of both "
-                    f"cannot share a file; give another {self.instead}, or the settings of the first command"
+                    f"{self.path} holds {self.noun} with {name} {was}, but this command has {now}; they cannot share "
+                    f"a file: set another {self.instead}, or use the earlier settings"
                 )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if KEY not in stored:
-            self.account(key, {})
+            self.write_sidecar(key, {})
         if remove_partial_line(self.part):
-            log.info("%s: its last line was cut off; what it held is computed again", self.part)
-        rows = self._rows(files)
-        if not self._is_as_finished(stored):
+            log.info("%s: removed an incomplete last line; its row is computed again", self.part)
+        rows = self._read_rows(files)
+        if not self._matches_sidecar(stored):
             log.warning(
-                "%s has lines more, less or in another order than when it was finished: each is as it was written, and "
-                "%s that lack are made again",
+                "%s has gained, lost or reordered lines since it was finished; the lines themselves are intact, and "
+                "missing %s are computed again",
                 *(self.path, self.noun),
             )
         return rows
 
     def require_finished(self) -> None:
-        """Raises UserError where the rows are not those that the file beside them was written for."""
-        self._rows([self.path])
-        if not self._is_as_finished(read_account(self.sidecar)):
+        """Checks that the file still has the digest recorded in its sidecar.
+
+        Raises:
+            UserError: it was changed.
+        """
+        self._read_rows([self.path])
+        if not self._matches_sidecar(read_sidecar(self.sidecar)):
             raise UserError(
-                f"{self.path} has lines more, less or in another order than {self.sidecar.name} says: give the command "
-                "that wrote it again"
+                f"{self.path} has lines added, removed or reordered since {self.sidecar.name} was written: run the "
+                "command that wrote it again"
             )
 
-    def _is_as_finished(self, account: Mapping[str, object]) -> bool:
-        return DIGEST not in account or not self.path.is_file() or account[DIGEST] == file_digest(self.path)
+    def _matches_sidecar(self, sidecar: Mapping[str, object]) -> bool:
+        return DIGEST not in sidecar or not self.path.is_file() or sidecar[DIGEST] == file_digest(self.path)
 
-    def _rows(self, files: Iterable[Path]) -> dict[Name, SomeRow]:
-        # Under one name a later row counts where it answers another prompt: its earlier turns came anew.
-        of = self._of()
+    def _read_rows(self, files: Iterable[Path]) -> dict[Name, SomeRow]:
+        # Of two rows with one name the later counts: its prompt changed because an earlier turn was answered again.
+        of = self._key_digest()
         rows = (row for file in files for row in read_lines(file, self.noun, of, _name_with_prompt))
         return {(row["id"], row["draw"]): row for row in rows}
 
     # ------------------------------------------------------------------------------------------ writing
 
     def append(self, rows: Iterable[SomeRow]) -> None:
-        """Adds rows to this process's part and waits until they are handed to the system."""
+        """Appends rows to this process's part and flushes them to the operating system."""
         with name_file_in_errors(self.part), self.part.open("a", encoding="utf-8") as file:
-            file.write(seal_lines(rows, self._of()))
+            file.write(seal_lines(rows, self._key_digest()))
 
     def merge(self, order: Sequence[Name]) -> list[SomeRow] | None:
-        """Returns the rows of ``order``, or None while some are missing.
+        """Merges all parts into one file and returns the rows of ``order``; returns None while some are missing.
 
-        Rewrites the file in that order, rows of other prompts after them, and removes the parts. Two processes that
-        come here at once write the same file.
+        The file has the rows in that order, followed by rows of other prompts. Parts are deleted. Two processes may
+        merge at the same time, since they write identical files.
         """
-        files = self._files()
-        rows = self._rows(files)
+        files = self._existing_files()
+        rows = self._read_rows(files)
         if any(name not in rows for name in order):
             return None
         asked = [rows.pop(name) for name in order]
-        write_atomically(self.path, seal_lines([*asked, *rows.values()], self._of()))
+        write_atomically(self.path, seal_lines([*asked, *rows.values()], self._key_digest()))
         for part in set(files) - {self.path}:
             part.unlink(missing_ok=True)
         if rows:
-            log.info("%s also keeps %d %s of other prompts", self.path, len(rows), self.noun)
+            log.info("%s also contains %d %s for other prompts", self.path, len(rows), self.noun)
         return asked
 
-    def account(self, key: Mapping[str, object], facts: Mapping[str, object]) -> None:
-        """Writes ``key`` and, once all rows are there, what became of the prompts beside the file."""
+    def write_sidecar(self, key: Mapping[str, object], facts: Mapping[str, object]) -> None:
+        """Writes the sidecar: ``key`` and, once all rows exist, summary facts with the file's digest."""
         finished = {DIGEST: file_digest(self.path)} if facts else {}
-        stored = read_account(self.sidecar).get(KEY, identify(key))  # the same, as the rows' digests have it
+        stored = read_sidecar(self.sidecar).get(KEY, identify(key))  # keeps the form that rows are sealed with
         write_atomically(
             self.sidecar, json.dumps({KEY: stored, **facts, **finished}, indent=1, ensure_ascii=False) + "\n"
         )
 
-    def _of(self) -> str:
-        return digest(read_account(self.sidecar)[KEY])
+    def _key_digest(self) -> str:
+        return digest(read_sidecar(self.sidecar)[KEY])
 
 
 def _name_with_prompt(row: Mapping[str, object]) -> str:
     return digest([row["id"], row["draw"], row.get("prompt")])
 
 
-def read_account(file: Path) -> dict[str, object]:
-    """Returns what a file beside rows says; nothing where there is none. UserError for one that cannot be read."""
+def read_sidecar(file: Path) -> dict[str, object]:
+    """Reads the sidecar of a rows file; returns an empty dict if there is none.
+
+    Raises:
+        UserError: it is not valid JSON.
+    """
     if not file.is_file():
         return {}
     try:
@@ -240,10 +251,12 @@ GRADES = "grades.jsonl"
 
 @dataclass
 class ReplyStore:
-    """Opens the replies in ``folder``; of several under one key the last counts.
+    """Store of grader replies in ``folder``; the last reply for a key counts.
 
-    Reading takes no lock and makes no file. A reply of another type, as endpoints may send it, counts as none. Raises
-    UserError for a line that cannot be read or was changed, unless it is the last one and was cut off.
+    Reading takes no lock and creates no file. Replies with invalid fields, which some endpoints send, are ignored.
+
+    Raises:
+        UserError: a line is damaged or was edited; an incomplete last line is ignored.
     """
 
     folder: Path
@@ -251,21 +264,21 @@ class ReplyStore:
     _is_open: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self._replies = _read(self.path)
+        self._replies = _read_replies(self.path)
 
     @property
     def path(self) -> Path:
-        """Returns the file."""
+        """Returns the path of the replies file."""
         return self.folder / GRADES
 
     def reply(self, call: GradingCall, grader: Mapping[str, object]) -> GradingReply | None:
-        """Returns the reply to a call of a grader with this identity; None where it has to be asked for."""
-        # An earlier version named replies by the identity with its secrets.
+        """Returns the stored reply to a call for a grader with this identity; None if there is none."""
+        # An earlier version keyed replies by the identity including its secrets.
         found = self._replies.get(call.key(identify(grader))) or self._replies.get(call.key(grader))
         return None if found is None else found[0]
 
     def replies(self, grader: Mapping[str, object]) -> list[GradingReply]:
-        """Returns all replies of a grader with this identity, whatever was asked."""
+        """Returns all stored replies of a grader with this identity."""
         wanted = digest(identify(grader))
         return [reply for reply, by in self._replies.values() if by == wanted]
 
@@ -274,17 +287,17 @@ class ReplyStore:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Opens a context in which replies can be added and no other process adds any.
+        """Locks the store so that only this process can add replies.
 
-        What another process has written since is read; a last line that was cut off is removed.
+        Reloads replies that other processes have written, and removes an incomplete last line.
 
         Raises:
-            UserError: another process is at it.
+            UserError: another process is writing to the store.
         """
         with folder_lock(self.folder, file=GRADES, instead="output=FOLDER"):
             if remove_partial_line(self.path):
-                log.info("%s: its last line was cut off; that call is asked again", self.path)
-            self._replies = _read(self.path)
+                log.info("%s: removed an incomplete last line; its call is sent again", self.path)
+            self._replies = _read_replies(self.path)
             self._is_open = True
             try:
                 yield
@@ -292,7 +305,7 @@ class ReplyStore:
                 self._is_open = False
 
     def add(self, call: GradingCall, grader: Mapping[str, object], reply: GradingReply) -> None:
-        """Appends a reply and hands it to the system, so that it outlives this process."""
+        """Appends a reply and flushes it to the operating system, so that it survives the end of this process."""
         if not self._is_open:
             raise RuntimeError(f"{self.path} is not open for writing: use `with store.writing()`")
         grader = identify(grader)
@@ -310,11 +323,11 @@ class ReplyStore:
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
         with name_file_in_errors(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(seal_lines([line], ascii_only=True))  # graders may send text that is no Unicode
+            file.write(seal_lines([line], ascii_only=True))  # graders may send text that is not valid Unicode
         self._replies[key] = reply, digest(grader)
 
 
-def _read(path: Path) -> dict[str, tuple[GradingReply, str]]:
+def _read_replies(path: Path) -> dict[str, tuple[GradingReply, str]]:
     replies: dict[str, tuple[GradingReply, str]] = {}
     unusable: set[str] = set()
     for number, line in enumerate(read_lines(path, "replies"), start=1):
@@ -328,5 +341,5 @@ def _read(path: Path) -> dict[str, tuple[GradingReply, str]]:
             raise damaged_line(path, number, "replies", line) from problem
     unusable -= replies.keys()
     if unusable:
-        log.warning("%s: %d replies are of another type than replies can be: they are asked again", path, len(unusable))
+        log.warning("%s: %d replies have invalid fields: their calls are sent again", path, len(unusable))
     return replies

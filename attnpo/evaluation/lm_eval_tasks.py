@@ -1,7 +1,8 @@
-"""Tasks of lm_eval as a measure: IFEval, and any other by name, on the model folder, without a grader.
+"""Runs lm_eval tasks, such as IFEval, on a model folder, without a grader.
 
-Sources: EleutherAI/lm-evaluation-harness (lm_eval 0.4.13); IFEval: Zhou et al. 2023, arXiv 2311.07911. lm_eval is kept
-quiet and its random states are undone; it is imported where it is called, since it and its index take seconds.
+Sources: EleutherAI/lm-evaluation-harness (lm_eval 0.4.13); IFEval: Zhou et al. 2023, arXiv 2311.07911. lm_eval's output
+is silenced and random states are restored afterwards. It is imported lazily, since loading it and its index takes
+seconds.
 """
 
 import logging
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 import torch
 
-from attnpo.evaluation.base import BenchmarkScore, Subject, UngradedResult
+from attnpo.evaluation.base import BenchmarkScore, EvaluatedModel, UngradedResult
 from attnpo.evaluation.spreads import NORMAL
 from attnpo.schema import BOOKKEEPING, UserError, check_at_least, digest
 from attnpo.system.files import file_digest, read_record, safe_filename, write_record
@@ -39,14 +40,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WORDS = "lm_eval.log"
-"""Log of the library, in the folder of the evaluation."""
+"""File with lm_eval's output, in the evaluation's folder."""
 
 
-# ------------------------------------------------------------------------------------------------ a context for it
+# ------------------------------------------------------------------------------------------------ silencing it
 
 
-class _Heard(logging.Handler):
-    """Counts the warnings of a logger by their text, numbers left out."""
+class _WarningCounter(logging.Handler):
+    """Counts a logger's warnings by their text, with numbers replaced."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -58,19 +59,19 @@ class _Heard(logging.Handler):
 
 
 @contextmanager
-def quiet(folder: Path, device: torch.device) -> Iterator[Counter[str]]:
-    """Opens a context in which lm_eval may print and seed: its words go to ``lm_eval.log``, its warnings are counted.
+def silence_lm_eval(folder: Path, device: torch.device) -> Iterator[Counter[str]]:
+    """Redirects lm_eval's output to ``lm_eval.log``, counts its warnings, and restores random states on exit.
 
-    Python's, numpy's and torch's random states are afterwards what they were; lm_eval seeds all three. Subprocesses and
-    progress bars are caught too, as the process's own outputs are turned away meanwhile.
+    lm_eval seeds Python, numpy and torch. Output is redirected for the whole process, which includes subprocesses and
+    progress bars.
     """
     folder.mkdir(parents=True, exist_ok=True)
     states = random.getstate(), np.random.get_state()
-    heard, logger = _Heard(), logging.getLogger("lm_eval")
+    heard, logger = _WarningCounter(), logging.getLogger("lm_eval")
     before = logger.propagate, logger.level
     with (
         (folder / WORDS).open("a", encoding="utf-8") as words,
-        _outputs_to(words.fileno()),
+        _redirect_output(words.fileno()),
         redirect_stdout(words),
         redirect_stderr(words),
         warnings.catch_warnings(),
@@ -91,8 +92,8 @@ def quiet(folder: Path, device: torch.device) -> Iterator[Counter[str]]:
 
 
 @contextmanager
-def _outputs_to(target: int) -> Iterator[None]:
-    """Opens a context in which file descriptors 1 and 2, which subprocesses inherit, are those of another file."""
+def _redirect_output(target: int) -> Iterator[None]:
+    """Redirects file descriptors 1 and 2, which subprocesses inherit, to another file."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [os.dup(number) for number in (1, 2)]
@@ -109,74 +110,76 @@ def _outputs_to(target: int) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ tasks
 
 
-def find_task(name: str, include_path: Path | None) -> "tuple[TaskManager, dict[str, Task], list[object]]":
-    """Returns the index that has a name, the tasks that it stands for with their data, and what is to be run.
+def load_task(name: str, include_path: Path | None) -> "tuple[TaskManager, dict[str, Task], list[object]]":
+    """Loads a task, group or tag by name, from lm_eval or from the user's own folder.
 
-    It is a task, a group or a tag, of the folder of the user's own ones or of lm_eval.
+    Returns lm_eval's task manager, the tasks by name with their data, and the objects to pass to the evaluation.
 
     Raises:
-        UserError: there is none of that name, or it cannot be made, as where its data cannot be had.
+        UserError: the name is unknown, or the task cannot be loaded, for example because its data are missing.
     """
-    manager = _index_with(name, include_path)
+    manager = _make_task_manager(name, include_path)
     try:
         loaded = manager.load([name])
     except Exception as error:
-        raise UserError(_problem(name, manager, error)) from error
+        raise UserError(_describe_load_error(name, manager, error)) from error
     groups, tasks = loaded.get("groups", {}), loaded["tasks"]
     return manager, tasks, [groups[name]] if name in groups else list(tasks.values())
 
 
-def _index_with(name: str, include_path: Path | None) -> "TaskManager":
-    """Returns an index that has ``name``: of the user's folder, of lm_eval's of that name, or of all there is."""
+def _make_task_manager(name: str, include_path: Path | None) -> "TaskManager":
+    """Builds a task manager with ``name``, from the user's folder, lm_eval's folder of that name, or all tasks."""
     import lm_eval.tasks
 
-    # lm_eval's own takes ten seconds to read. From the first two only what names nothing of another folder is taken.
+    # Indexing all of lm_eval takes ten seconds, so try single folders first; their tasks must be self-contained.
     own = Path(str(lm_eval.tasks.__file__)).parent / name
     for folder in (include_path, own if own.is_dir() else None):
         if folder is not None:
             manager = lm_eval.tasks.TaskManager(include_path=folder, include_defaults=False)
-            if _stands_alone(name, manager):
+            if _is_self_contained(name, manager):
                 return manager
     manager = lm_eval.tasks.TaskManager(include_path=include_path)
     if name not in manager.all_tasks:
         near = [other for other in manager.all_tasks if name.lower() in other.lower()][:5]
-        nor = f", nor of benchmark.include_path={include_path}, where a file that is no task is passed over"
+        elsewhere = f" or of benchmark.include_path={include_path} (files that are not valid tasks are skipped)"
         raise UserError(
-            f"benchmark.tasks: {name} is no task, group or tag of lm_eval{nor if include_path else ''}; "
-            + (f"there is {', '.join(near)}" if near else "`lm-eval ls tasks` lists them")
+            f"benchmark.tasks: {name} is not a task, group or tag of lm_eval{elsewhere if include_path else ''}; "
+            + (f"similar names: {', '.join(near)}" if near else "`lm-eval ls tasks` lists all names")
         )
     return manager
 
 
-def _stands_alone(name: str, manager: "TaskManager") -> bool:
-    """Returns whether an index has a task, or a group with all that it names; tags may have tasks of any folder."""
+def _is_self_contained(name: str, manager: "TaskManager") -> bool:
+    """Returns whether the index has a task, or a group with all its members; false for tags, which span folders."""
     if name not in manager.all_groups:
         return name in manager.all_subtasks
     parts = (manager.task_index[name].cfg or {}).get("task", ())
-    return all(isinstance(part, str) and _stands_alone(part, manager) for part in parts)
+    return all(isinstance(part, str) and _is_self_contained(part, manager) for part in parts)
 
 
-def _problem(name: str, manager: "TaskManager", error: Exception) -> str:
-    """Returns the reason why a task cannot be made, and what to do."""
+def _describe_load_error(name: str, manager: "TaskManager", error: Exception) -> str:
+    """Explains why a task cannot be loaded and what to do."""
     import datasets
 
     words = shorten(str(error) or type(error).__name__, 300, placeholder=" ...").rstrip(".")
     settings = manager.task_index[name].cfg or {}
     path, part = settings.get("dataset_path"), settings.get("dataset_name")
     if path is None or not isinstance(error, OSError | datasets.exceptions.DatasetsError):
-        return f"benchmark.tasks: {name} of lm_eval cannot be made ({type(error).__name__}: {words}); see its YAML file"
+        return f"benchmark.tasks: lm_eval cannot load {name} ({type(error).__name__}: {words}); see its YAML file"
     arguments = repr(str(path)) + (f", {str(part)!r}" if part else "")
     return (
-        f"benchmark.tasks: the data set {path} of {name} of lm_eval is neither in the cache nor can it be downloaded: "
-        f'{words}. Where there is a network: python -c "import datasets; datasets.load_dataset({arguments})", and copy '
-        "the cache (HF_HOME) here; or write a task on files of your own and name its folder as benchmark.include_path"
+        f"benchmark.tasks: the data set {path} of lm_eval's {name} is not in the cache and cannot be downloaded: "
+        f'{words}. On a machine with network access, run python -c "import datasets; '
+        f'datasets.load_dataset({arguments})" and copy its cache (HF_HOME) here; or write a task that reads your own '
+        "files and set benchmark.include_path to its folder"
     )
 
 
-def require_nltk(names: Sequence[str]) -> None:
-    """Downloads the tokenizer data ``names`` that nltk lacks, as tasks would only after the last answer.
+def download_nltk_data(names: Sequence[str]) -> None:
+    """Downloads missing nltk tokenizer data up front; tasks would fail without them only after the last answer.
 
-    UserError for data that cannot be downloaded.
+    Raises:
+        UserError: the data cannot be downloaded.
     """
     if not names:
         return
@@ -188,26 +191,26 @@ def require_nltk(names: Sequence[str]) -> None:
         except LookupError as error:
             if not nltk.download(name, quiet=True):
                 raise UserError(
-                    f"benchmark.nltk_data: nltk has no {name} here, which the task counts sentences with, and cannot "
-                    f"download it: copy nltk_data/tokenizers/{name} from a machine with a network (python -m "
-                    f"nltk.downloader {name}) to ~/nltk_data/tokenizers or below a folder that NLTK_DATA names"
+                    f"benchmark.nltk_data: nltk lacks {name}, which the task needs to count sentences, and cannot "
+                    f"download it: run python -m nltk.downloader {name} on a machine with network access and copy "
+                    f"nltk_data/tokenizers/{name} to ~/nltk_data/tokenizers or to a folder in NLTK_DATA"
                 ) from error
 
 
 BOOTSTRAP = 1000
-"""Resamples for standard errors without a formula (lm_eval's own 100,000 take minutes for a third digit)."""
-NO_FILTER = "none"  # lm_eval's name for answers taken as they are
-VERSION = "2"  # raised by hand with every change of the code that moves a figure
+"""Resamples for standard errors without a formula (lm_eval's default of 100,000 takes minutes for a third digit)."""
+NO_FILTER = "none"  # lm_eval's name for unfiltered answers
+VERSION = "2"  # increase with every code change that changes a score
 
 
 @dataclass(frozen=True)
 class LmEvalTasks:
-    """Figures of tasks, groups or tags of lm_eval, by their names.
+    """Benchmark of lm_eval tasks, groups or tags.
 
-    ``include_path``: a folder with tasks of one's own in lm_eval's format, whose Python functions are run.
-    ``num_fewshot`` and ``max_gen_toks`` (new tokens of an answer) replace what tasks say; ``limit``: only so many
-    documents of each task. ``nltk_data``: data of nltk that the tasks need. The model is loaded as for training, in
-    ``model.dtype``; ``apply_chat_template`` asks in its chat format.
+    ``include_path``: folder with custom tasks in lm_eval's format; their Python functions are executed.
+    ``num_fewshot`` and ``max_gen_toks`` (new tokens per answer) override the tasks' own values. ``limit``: maximum
+    number of documents per task. ``nltk_data``: nltk data that the tasks need. The model is loaded as for training, in
+    ``model.dtype``. ``apply_chat_template``: wrap prompts in the model's chat format.
     """
 
     tasks: tuple[str, ...] = ()
@@ -225,17 +228,17 @@ class LmEvalTasks:
         check_at_least("benchmark", 1, limit=self.limit, batch_size=self.batch_size, max_gen_toks=self.max_gen_toks)
         check_at_least("benchmark", 0, num_fewshot=self.num_fewshot)
         if self.system is not None and not self.apply_chat_template:
-            raise UserError("benchmark.system is a turn of a chat: set benchmark.apply_chat_template=true as well")
+            raise UserError("benchmark.system needs a chat format: set benchmark.apply_chat_template=true as well")
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns nothing: only the tasks know their figures."""
+        """Returns no names, since the scores are known only after the tasks have run."""
         return ()
 
-    def versions(self) -> dict[str, object]:
-        """Returns lm_eval's version, which fixes its tasks and prompts, digests of the user's own, and the settings.
+    def fingerprint(self) -> dict[str, object]:
+        """Returns lm_eval's version, which fixes tasks and prompts, digests of custom tasks, and the settings.
 
-        The version of each task and a digest of its documents stand in the table of the result.
+        The result's table holds the version of each task and a digest of its documents.
         """
         self._require_tasks()
         settings = ("apply_chat_template", "system", "num_fewshot", "max_gen_toks", "limit")
@@ -253,20 +256,20 @@ class LmEvalTasks:
             **{name: getattr(self, name) for name in settings},
         }
 
-    def measure(self, subject: Subject) -> UngradedResult:
-        """Returns the figures of every task with 1.96 standard errors, and a row for each figure of each part.
+    def measure(self, subject: EvaluatedModel) -> UngradedResult:
+        """Runs all tasks; returns their scores with intervals of 1.96 standard errors, and one table row per metric.
 
-        A task that is done is kept in the subject's folder, and read from there by a repeated command.
+        Finished tasks are saved in the subject's folder, where a repeated command finds them.
 
         Raises:
-            UserError: a task is not known, or its data, its packages or its room in the model cannot be had.
+            UserError: a task is unknown, its data or packages are missing, or its answers are too long for the model.
         """
-        import lm_eval  # noqa: F401  a user without the package is told of its extra, before anything else
+        import lm_eval  # noqa: F401  fails early, with a hint at the missing extra
 
         self._require_tasks()
-        require_nltk(self.nltk_data)
-        runner = _Runner(self, subject, None if self.include_path is None else self._task_folder())
-        found = [runner.task(name) for name in self.tasks]
+        download_nltk_data(self.nltk_data)
+        runner = _TaskRunner(self, subject, None if self.include_path is None else self._task_folder())
+        found = [runner.run_task(name) for name in self.tasks]
         counts: Counter[str] = Counter()
         for one in found:
             counts.update(one.counts)
@@ -276,12 +279,12 @@ class LmEvalTasks:
     def _require_tasks(self) -> None:
         if not self.tasks:
             raise UserError(
-                "benchmark.tasks is empty: name tasks of lm_eval, as in benchmark.tasks=[arc_easy,hellaswag]"
+                "benchmark.tasks is empty: set it to lm_eval tasks, for example benchmark.tasks=[arc_easy,hellaswag]"
             )
         if len(set(self.tasks)) < len(self.tasks):
-            raise UserError(f"benchmark.tasks={list(self.tasks)} names a task twice")
+            raise UserError(f"benchmark.tasks={list(self.tasks)} contains a task twice")
         if self.include_path is not None and not self._task_folder().is_dir():
-            raise UserError(f"benchmark.include_path={self.include_path}: no such folder (looked from {Path.cwd()})")
+            raise UserError(f"benchmark.include_path={self.include_path}: no such folder (current: {Path.cwd()})")
 
     def _task_folder(self) -> Path:
         return Path(str(self.include_path)).expanduser().resolve()
@@ -290,50 +293,50 @@ class LmEvalTasks:
 # ------------------------------------------------------------------------------------------------ one task
 
 
-class _Runner:
-    """Runs the tasks of one measure on one model, which is loaded when the first task needs it."""
+class _TaskRunner:
+    """Runs tasks on one model, which is loaded when the first task needs it."""
 
-    def __init__(self, settings: LmEvalTasks, subject: Subject, own: Path | None) -> None:
+    def __init__(self, settings: LmEvalTasks, subject: EvaluatedModel, own: Path | None) -> None:
         from attnpo.models.loading import resolve_attention, weights_fingerprint
 
         self.settings, self.subject, self.own = settings, subject, own
         self._lm: HFLM | None = None
         model = subject.model
-        decoding = Path(model.path).expanduser() / "generation_config.json"  # lm_eval decodes by it
-        self._key = {  # decides the figures of any task
+        decoding = Path(model.path).expanduser() / "generation_config.json"  # used by lm_eval for decoding
+        self._key = {  # determines the scores of any task
             **({"generation_config": file_digest(decoding)} if decoding.is_file() else {}),
-            **{name: value for name, value in settings.versions().items() if name != "tasks"},
+            **{name: value for name, value in settings.fingerprint().items() if name != "tasks"},
             "model": weights_fingerprint(model.path, model.revision),
             "dtype": model.dtype,
             "attention": resolve_attention(model.path, model.revision, model.attn_implementation),
             "chat": subject.chat.fingerprint(),
         }
 
-    def task(self, name: str) -> UngradedResult:
-        """Returns the figures of one task, group or tag; read from the folder where they are there."""
+    def run_task(self, name: str) -> UngradedResult:
+        """Returns the scores of one task, group or tag, read from the folder if it is already finished."""
         path, key = self.subject.folder / f"task-{safe_filename(name)}.json", digest([name, self._key])
         kept = read_record(path)
         if kept is not None and kept.get("key") == key:
-            log.info("%s: %s is done, read from %s", self.settings.name, name, path)
+            log.info("%s: %s is already finished; read from %s", self.settings.name, name, path)
             return UngradedResult(tuple(map(BenchmarkScore.read, kept["scores"])), kept["counts"], tuple(kept["table"]))
         began = time.perf_counter()
-        measured = self._run(name)
-        write_record(path, {"key": key, **asdict(measured)})
+        result = self._evaluate(name)
+        write_record(path, {"key": key, **asdict(result)})
         seconds = time.perf_counter() - began
-        log.info("%s: %s is done in %.0f s; what lm_eval said is in %s", self.settings.name, name, seconds, WORDS)
-        return measured
+        log.info("%s: %s finished in %.0f s; lm_eval's output is in %s", self.settings.name, name, seconds, WORDS)
+        return result
 
-    def _run(self, name: str) -> UngradedResult:
+    def _evaluate(self, name: str) -> UngradedResult:
         import lm_eval
 
         settings, folder, device = self.settings, self.subject.folder, self.subject.device
-        with quiet(folder, device):
-            manager, tasks, asked = find_task(name, self.own)
-            self._lm = self._lm or self._model()
-        self._check(tasks, self._lm)
+        with silence_lm_eval(folder, device):
+            manager, tasks, asked = load_task(name, self.own)
+            self._lm = self._lm or self._load_model()
+        self._check_tasks(tasks, self._lm)
         parts = len(tasks)
         log.info("%s: %s%s on %s", settings.name, name, f" ({parts} tasks)" * (parts > 1), device)
-        with quiet(folder, device) as heard:
+        with silence_lm_eval(folder, device) as heard:
             results = lm_eval.simple_evaluate(
                 model=self._lm,
                 tasks=asked,
@@ -345,15 +348,15 @@ class _Runner:
                 system_instruction=settings.system,
                 gen_kwargs=None if settings.max_gen_toks is None else {"max_gen_toks": settings.max_gen_toks},
             )
-        if results is None:  # lm_eval gives them to the first process alone
+        if results is None:  # lm_eval returns them only in the first process
             raise UserError(f"benchmark={settings.name} runs in one process: start it without torchrun or srun")
         for text, count in heard.items():
-            log.warning("%s: %s: lm_eval says, %d times: %s", settings.name, name, count, text)
+            log.warning("%s: %s: lm_eval warned %d times: %s", settings.name, name, count, text)
         counts = {f"lm_eval: {text}": count for text, count in heard.items()}
-        return measured_of(name, results, counts)
+        return make_task_result(name, results, counts)
 
-    def _model(self) -> "HFLM":
-        """Returns the model for lm_eval: loaded as for training, with training's chat format and ends of turn."""
+    def _load_model(self) -> "HFLM":
+        """Loads the model for lm_eval as for training, with the same chat format and end-of-turn tokens."""
         from lm_eval.models.huggingface import HFLM
 
         from attnpo.models.loading import load_model, load_tokenizer
@@ -365,17 +368,21 @@ class _Runner:
         model.to(self.subject.device)  # type: ignore[arg-type]
         if self.settings.apply_chat_template and model.generation_config is not None:
             model.generation_config.eos_token_id = sorted(chat.end_ids)
-        tokenizer = load_tokenizer(spec.path, spec.revision)  # lm_eval changes the one it gets
+        tokenizer = load_tokenizer(spec.path, spec.revision)  # a separate one, since lm_eval modifies it
         tokenizer.chat_template = chat.chat_template
         return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.settings.batch_size)
 
-    def _check(self, tasks: "Mapping[str, Task]", lm: "HFLM") -> None:
-        """Raises UserError for a task that would end in an error only after its first hour."""
+    def _check_tasks(self, tasks: "Mapping[str, Task]", lm: "HFLM") -> None:
+        """Checks for problems that would otherwise show up only after the first hour.
+
+        Raises:
+            UserError: a task runs generated code, needs images, or its answers are too long for the model.
+        """
         for name, task in tasks.items():
             if getattr(task, "UNSAFE_CODE", False):
-                raise UserError(f"benchmark.tasks: {name} runs code that a model wrote, which is not done here")
+                raise UserError(f"benchmark.tasks: {name} runs model-generated code, which is not supported")
             if getattr(task, "MULTIMODAL", False):
-                raise UserError(f"benchmark.tasks: {name} shows images, and the model reads text alone")
+                raise UserError(f"benchmark.tasks: {name} needs images, but the model reads only text")
             if task.OUTPUT_TYPE != "generate_until":
                 continue
             asked = self.settings.max_gen_toks or (task.config.generation_kwargs or {}).get(
@@ -383,8 +390,8 @@ class _Runner:
             )
             if int(asked) >= lm.max_length:
                 raise UserError(
-                    f"benchmark.tasks: {name} asks for answers of up to {asked} tokens, and {self.subject.model.path} "
-                    f"has {lm.max_length} positions for prompt and answer: set benchmark.max_gen_toks below it"
+                    f"benchmark.tasks: {name} asks for answers of up to {asked} tokens, but {self.subject.model.path} "
+                    f"has only {lm.max_length} positions for prompt and answer: set benchmark.max_gen_toks to less"
                 )
 
 
@@ -392,10 +399,10 @@ class _Runner:
 
 
 class TaskMetric(TypedDict):
-    """One number of a task or group: of a metric, for the answers as a filter leaves them (``acc,none``).
+    """Value of one metric of a task or group, for answers after one filter (``acc,none``).
 
-    ``shots``: examples in front of a question; ``data``: a digest of the documents, None for a group.
-    ``higher_is_better``: what the task says of its metric; None where it, or a group's tasks together, do not say.
+    ``shots``: number of few-shot examples; ``data``: digest of the documents, None for a group. ``higher_is_better``:
+    the metric's direction as stated by the task; None if it, or the tasks of a group together, state none.
     """
 
     task: str
@@ -410,27 +417,27 @@ class TaskMetric(TypedDict):
     higher_is_better: bool | None
 
 
-def score_of(figure: TaskMetric) -> BenchmarkScore:
-    """Returns a figure as a score, with 1.96 standard errors."""
+def metric_to_score(figure: TaskMetric) -> BenchmarkScore:
+    """Converts a metric to a score with an interval of 1.96 standard errors."""
     name = ".".join(part for part in (figure["task"], figure["metric"], figure["filter"]) if part != NO_FILTER)
     value, half = figure["value"], None if figure["stderr"] is None else NORMAL * figure["stderr"]
     interval = None if half is None else (value - half, value + half)
     return BenchmarkScore(name, value, (value,), interval, None, figure["documents"], figure["higher_is_better"])
 
 
-def measured_of(name: str, results: "EvalResults", counts: Mapping[str, int]) -> UngradedResult:
-    """Scores of a task, of a group as a whole or of each task of a tag; rows for all there is."""
-    figures = figures_of(results)
+def make_task_result(name: str, results: "EvalResults", counts: Mapping[str, int]) -> UngradedResult:
+    """Builds a result with scores of a task, a whole group or each task of a tag, and table rows for every metric."""
+    figures = list_metrics(results)
     whole = [figure for figure in figures if figure["task"] == name] or figures
     if not whole:
-        raise UserError(f"benchmark.tasks: {name} of lm_eval gives no figure that is a number")
+        raise UserError(f"benchmark.tasks: {name} of lm_eval has no numeric metric")
     left = sum(size["original"] - size["effective"] for size in results["n-samples"].values())
     limited = {"documents left out by benchmark.limit": left} if left else {}
-    return UngradedResult(tuple(map(score_of, whole)), {**counts, **limited}, tuple(figures))
+    return UngradedResult(tuple(map(metric_to_score, whole)), {**counts, **limited}, tuple(figures))
 
 
-def figures_of(results: "EvalResults") -> list[TaskMetric]:
-    """Returns every number of every task and group; what is no number is left out."""
+def list_metrics(results: "EvalResults") -> list[TaskMetric]:
+    """Returns all numeric metrics of all tasks and groups."""
     figures = []
     rows: dict[str, dict[str, Any]] = {task: dict(metrics) for task, metrics in results["results"].items()}
     for task, metrics in rows.items():

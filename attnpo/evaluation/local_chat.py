@@ -1,7 +1,7 @@
-"""Hugging Face model on this machine that answers and grades: by what it writes, or by the logits of two labels.
+"""Local Hugging Face model as answering backend and grader; it grades with generated text or with label logits.
 
-Calls with labels are answered by one forward: the log-probabilities of the two labels at the last prompt token, read
-through ``judge.reader.CausalJudge``. All else is generated in left-padded batches.
+Calls with labels need one forward pass: ``judge.reader.CausalJudge`` reads the log-probabilities of the two labels at
+the last prompt token. Other calls are generated in left-padded batches.
 """
 
 import logging
@@ -45,10 +45,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HFAnswering:
-    """Model folder, or a hub name, that answers on this machine.
+    """Answering backend for a local model folder or a hub name.
 
-    A batch has at most ``batch_size`` prompts and ``token_budget`` tokens (padded prompts and room for answers);
-    neither changes a draw. Prompt and answer have at most ``max_length`` tokens (None: the positions of the model).
+    A batch has at most ``batch_size`` prompts and ``token_budget`` tokens (padded prompts plus space for answers);
+    neither affects sampling. ``max_length``: maximum tokens of prompt and answer together (None: the model's number of
+    positions).
     """
 
     batch_size: int = field(default=BATCH_SIZE, metadata=BOOKKEEPING)
@@ -59,7 +60,7 @@ class HFAnswering:
         check_at_least("answering", 1, **asdict(self))
 
     def open(self, model: ModelSpec, device: torch.device) -> Answerer:
-        """Reads config and tokenizer; the weights are loaded onto ``device`` with the first answer."""
+        """Reads config and tokenizer; the weights are loaded onto ``device`` at the first request."""
         from attnpo.models.generate import max_sequence_length
 
         spec, chat = describe_model(model)
@@ -69,7 +70,7 @@ class HFAnswering:
 
 @dataclass
 class LocalAnswerer:
-    """Model on this machine, loaded when it is first asked."""
+    """Local model that is loaded at the first request."""
 
     settings: HFAnswering
     model: ModelSpec
@@ -79,11 +80,11 @@ class LocalAnswerer:
 
     @property
     def counted_by(self) -> str:
-        """Returns the model, whose tokenizer counts."""
+        """Returns the model's path, since its own tokenizer counts."""
         return self.model.path
 
     def key(self) -> dict[str, object]:
-        """Returns weights, ends of answers, number format, attention kernel, chat format."""
+        """Returns fingerprints of weights, end tokens, dtype, attention kernel and chat format."""
         from attnpo.models.generate import extra_end_ids
         from attnpo.models.loading import resolve_attention, weights_fingerprint
 
@@ -108,7 +109,7 @@ class LocalAnswerer:
         return make_chat_generator(loaded, self.chat, self.settings.batch_size, self.settings.token_budget)
 
     def answer(self, asked: Sequence[ChatRequest], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
-        """Replies batch by batch, the longest prompts first."""
+        """Generates replies batch by batch, with the longest prompts first."""
         from attnpo.models.generate import GenerationRequest
 
         if not asked:
@@ -123,9 +124,10 @@ class LocalAnswerer:
 
 
 def describe_model(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
-    """Returns a model's description with the text of its chat template, and its chat format; no weights are read.
+    """Reads a model's specification, with the text of its chat template, and its chat format; loads no weights.
 
-    UserError for what is no model to answer with: adapters that are to be trained, a run's folder.
+    Raises:
+        UserError: the model cannot answer, because it has adapters to train, is a reward model or is a run folder.
     """
     from transformers.utils import logging as quiet
 
@@ -133,14 +135,14 @@ def describe_model(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
 
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
     if model.lora is not None:
-        raise UserError("model.lora is for training; a run's best/ and last/ have its adapters merged in: leave it out")
+        raise UserError("model.lora is only for training: remove it (a run's best/ and last/ have merged adapters)")
     if model.reward:
-        raise UserError("model.reward=true is for training: a reward model writes no answers; leave it out")
+        raise UserError("model.reward=true is only for training: remove it, since a reward model cannot answer")
     folder = Path(model.path).expanduser()
     inside = [name for name in ("best", "last") if (folder / name / "config.json").is_file()]
     if inside and not (folder / "config.json").is_file():
         raise UserError(
-            f"model.path={model.path} is a run folder: name the model in it, model.path={folder / inside[0]}"
+            f"model.path={model.path} is a run folder: use the model inside it, model.path={folder / inside[0]}"
         )
     return load_chat(model)
 
@@ -148,7 +150,7 @@ def describe_model(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
 def read_chat(
     path: str, revision: str | None, chat_template: str | None, part: str, fold_system: bool = False
 ) -> ChatFormat:
-    """Returns the chat format of a model whose ``path`` and ``chat_template`` a ``part`` of the configuration names."""
+    """Reads the chat format of a model; ``part`` is the config node of ``path`` and ``chat_template``, for messages."""
     from attnpo.models.described import token_rows
     from attnpo.models.loading import load_text_config, load_tokenizer
 
@@ -160,11 +162,11 @@ def read_chat(
         raise UserError(f"{part}.path={path}: {problem}".replace("model.chat_", f"{part}.chat_")) from problem
 
 
-# Raised by hand with every change of the code that moves a reply.
+# Increase with every code change that changes a reply.
 CODE_VERSION = "1"
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")  # as trainer.accelerator
 ROOM_STEP = 256
-"""Step in tokens by which a reply that does not fit is made longer: prompts of similar length share batches."""
+"""Step in tokens to which a shortened reply limit is rounded, so that prompts of similar length share batches."""
 
 Outcome = tuple[GradingCall, GradingReply | GradingFailure]
 _Asked = tuple[GradingCall, list[int]]
@@ -173,15 +175,15 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True)
 class LocalGrader:
-    """Grades with a causal LM: a local folder or a hub name.
+    """Grader that runs a causal LM from a local folder or a hub name.
 
-    ``chat_template`` is a Jinja text or a path to one, for tokenizers that bring none. At most ``batch_size`` calls are
-    pulled at once, and a forward or a batch of replies has at most ``token_budget`` tokens (one call at least).
-    ``max_length``: most tokens of prompt and reply; None: the positions that the model states. A prompt that is longer
-    is a failure, a reply gets what room is left. ``accelerator`` cpu keeps the model off the GPU.
+    ``chat_template``: Jinja text or path, for tokenizers without one. At most ``batch_size`` calls are pulled at once,
+    and a forward pass or generation batch has at most ``token_budget`` tokens (but at least one call). ``max_length``:
+    maximum tokens of prompt and reply (None: the model's number of positions); longer prompts fail, and replies are
+    limited to the remaining space. ``accelerator`` cpu keeps the model off the GPU.
 
-    Labels are read as the model's distribution has them, whatever a call's temperature. Generated replies are drawn by
-    a number of the call's prompt, round and repeat alone; batches decide nothing.
+    Label probabilities ignore a call's temperature. Generated replies are seeded by the call's prompt, round and
+    repeat, independent of the batch.
     """
 
     path: str
@@ -200,21 +202,26 @@ class LocalGrader:
             "grader", 1, batch_size=self.batch_size, token_budget=self.token_budget, max_length=self.max_length
         )
 
-    # ------------------------------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------------------------------ model
 
     @property
     def price(self) -> Price:
-        """Prices every token at 0: the model runs on this machine."""
+        """Returns a price of 0, since the model runs locally."""
         return Price()
 
     def check_ready(self) -> None:
-        """Raises UserError for a model or a tokenizer that cannot be read; no weight is loaded."""
+        """Checks that model and tokenizer can be read, without loading weights.
+
+        Raises:
+            UserError: one of them cannot.
+        """
         self.identity()
 
     def identity(self) -> dict[str, object]:
-        """Returns weights, number format, attention kernel, chat format, longest sequence; no weight is loaded.
+        """Returns fingerprints of weights, dtype, attention kernel, chat format and length limit; loads no weights.
 
-        Raises UserError for a model or a tokenizer that cannot be read.
+        Raises:
+            UserError: model or tokenizer cannot be read.
         """
         from attnpo.models.generate import extra_end_ids
         from attnpo.models.loading import weights_fingerprint
@@ -230,9 +237,9 @@ class LocalGrader:
         }
 
     def count_tokens(self, call: GradingCall) -> int | None:
-        """Returns tokens of the call's prompt, special ones included; None where the chat template refuses it."""
+        """Counts the tokens of a call's prompt, including special tokens; returns None if the chat template fails."""
         try:
-            return len(self._ids(call.messages))
+            return len(self._prompt_ids(call.messages))
         except RefusedText:
             return None
 
@@ -277,49 +284,51 @@ class LocalGrader:
     # ------------------------------------------------------------------------------------------ asking
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[Outcome]:
-        """Yields each call with its reply; ``batch_size`` calls are pulled, answered and given back before the next.
+        """Yields each call with its reply, pulling and finishing ``batch_size`` calls at a time.
 
-        A prompt that is too long, or that the chat template refuses, is a failure. Raises UserError when a label is not
-        one token of this model, which no other call would mend.
+        Prompts that are too long or rejected by the chat template yield failures.
+
+        Raises:
+            UserError: a label is not a single token of this model, so that every call would fail.
         """
         waiting = iter(calls)
         while pulled := list(islice(waiting, self.batch_size)):
             failed: list[Outcome] = []
             asked: list[_Asked] = []
             for call in pulled:
-                outcome = self._prepare(call)
+                outcome = self._encode_call(call)
                 if isinstance(outcome, GradingFailure):
                     failed.append((call, outcome))
                 else:
                     asked.append((call, outcome))
             labelled = self._read_labels([item for item in asked if item[0].labels])
-            written = self._write([item for item in asked if not item[0].labels])
-            # Failures stand among replies, so that whoever counts them in a row does not take a few for an outage.
+            written = self._generate_replies([item for item in asked if not item[0].labels])
+            # Failures alternate with replies, so that a few do not look like an outage to a count of consecutive ones.
             for answered in chain(labelled, written):
                 yield answered
                 if failed:
                     yield failed.pop(0)
             yield from failed
 
-    def _prepare(self, call: GradingCall) -> list[int] | GradingFailure:
-        """Returns the ids of a call's prompt, or why it cannot be asked."""
+    def _encode_call(self, call: GradingCall) -> list[int] | GradingFailure:
+        """Tokenizes a call's prompt; returns a failure if it cannot be used."""
         if call.labels and len(call.labels) != 2:
-            return GradingFailure(f"a model on this machine tells two labels apart, this call has {call.labels}")
+            return GradingFailure(f"a local grader supports exactly two labels, but this call has {call.labels}")
         try:
-            ids = self._ids(call.messages)
+            ids = self._prompt_ids(call.messages)
         except RefusedText as problem:
             return GradingFailure(str(problem).replace("model.chat_template", "grader.chat_template"))
-        # A written reply needs a position of its own; a label is read at the prompt's last one.
+        # A generated reply needs at least one more position; a label is read at the prompt's last token.
         room = None if self._limit is None else self._limit - len(ids) + bool(call.labels)
         if room is not None and room < 1:
             return GradingFailure(
-                f"its prompt has {len(ids)} tokens, {self.path} takes {self._limit}"
-                + ("" if call.labels else " with the reply")
+                f"its prompt has {len(ids)} tokens, but {self.path} allows {self._limit}"
+                + ("" if call.labels else " including the reply")
             )
         return ids
 
     def _read_labels(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
-        """Replies by label logits; calls of the same label tokens share forwards."""
+        """Answers calls from label logits; calls with the same label tokens share forward passes."""
         for label_ids, group in _group_by(asked, lambda item: self._label_ids(item[0])):
             began = time.perf_counter()
             prompts = [ids for _, ids in group]
@@ -329,12 +338,12 @@ class LocalGrader:
                 raise UserError(str(problem).replace("judge.path", "grader.path")) from problem
             seconds = (time.perf_counter() - began) / len(group)
             for (call, ids), reading in zip(group, readings, strict=True):
-                yield call, self._verdict(call.labels, label_ids, reading, len(ids), seconds)
+                yield call, self._make_label_reply(call.labels, label_ids, reading, len(ids), seconds)
 
-    def _verdict(
+    def _make_label_reply(
         self, labels: Sequence[str], label_ids: Sequence[int], reading: JudgeReading, tokens: int, seconds: float
     ) -> GradingReply:
-        """Returns the likelier label (the first of equal ones), with what else the model would rather have written."""
+        """Builds a reply with the likelier label (the first if equal), and the top token if that is not a label."""
         assert reading.verdict_logps is not None and reading.verdict_token is not None
         first, second, most = (float(value) for value in reading.verdict_logps)
         logprobs = dict(zip(labels, (first, second), strict=True))
@@ -349,16 +358,16 @@ class LocalGrader:
         )
 
     def _token_text(self, token: int, labels: Sequence[str]) -> str:
-        """Returns a token's text; the vocabulary's own entry where that is a label's, as with a blank before it."""
+        """Returns a token's text, or its vocabulary entry if the text equals a label (such as one with a space)."""
         text = str(self._chat.tokenizer.decode([token]))
         entry = str(self._chat.tokenizer.convert_ids_to_tokens(token)) if text in labels or not text else text
         return f"token {token}" if entry in labels else entry
 
-    def _write(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
-        """Replies by generation; calls with the same sampling share batches."""
+    def _generate_replies(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
+        """Generates replies; calls with the same sampling settings share batches."""
         from attnpo.models.generate import GenerationRequest
 
-        for sampling, group in _group_by(asked, lambda item: self._sampling(item[0], len(item[1]))):
+        for sampling, group in _group_by(asked, lambda item: self._reply_sampling(item[0], len(item[1]))):
             requests = [GenerationRequest(ids, call.repeat) for call, ids in group]
             for batch in self._generator.batches(requests, sampling):
                 began = time.perf_counter()
@@ -369,25 +378,25 @@ class LocalGrader:
                     ended = STOP if answer.ended else LENGTH
                     yield call, GradingReply(answer.text, ended, None, len(ids), answer.tokens, seconds)
 
-    def _sampling(self, call: GradingCall, tokens: int) -> Sampling:
-        """Returns how a call's reply is drawn: as it asks, within the room that a prompt of so many tokens leaves."""
+    def _reply_sampling(self, call: GradingCall, tokens: int) -> Sampling:
+        """Returns a call's sampling settings, with the reply limited to the space left by a prompt of ``tokens``."""
         asked = Sampling(
             max_new_tokens=call.max_tokens, temperature=call.temperature, top_p=call.top_p, seed=call.round
         )
         if self._limit is None or tokens + call.max_tokens <= self._limit:
             return asked
-        if not self._told_once:
-            self._told_once.append(True)
+        if not self._has_warned:
+            self._has_warned.append(True)
             log.warning(
-                "grader: prompts leave less room within the %d tokens of %s than replies may take: such replies are "
-                "cut earlier than the benchmark asks (finish_reason length)",
+                "grader: some prompts leave less space within the %d tokens of %s than the benchmark allows for "
+                "replies: their replies may be cut (finish_reason length)",
                 *(self._limit, self.path),
             )
         room = self._limit - tokens
         return replace(asked, max_new_tokens=room - room % ROOM_STEP if room > ROOM_STEP else room)
 
     @cached_property
-    def _told_once(self) -> list[bool]:
+    def _has_warned(self) -> list[bool]:
         return []
 
     # ------------------------------------------------------------------------------------------ prompts
@@ -406,7 +415,7 @@ class LocalGrader:
     def _known_labels(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[int, int]]:
         return {}
 
-    def _ids(self, messages: Sequence[Message]) -> list[int]:
+    def _prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         return self._chat_for(messages).prompt_ids(messages)
 
     def _chat_for(self, messages: Sequence[Message]) -> ChatFormat:
@@ -414,19 +423,21 @@ class LocalGrader:
 
     @cached_property
     def _with_system(self) -> ChatFormat:
-        """Returns the chat format that writes system turns: some templates refuse them, some leave them out."""
+        """Returns a chat format that keeps system turns, which some templates reject or drop."""
         probe = [Message(role="system", content=SENTINEL), Message(role="user", content="a")]
         try:
             if SENTINEL in self._chat.render(probe, add_generation_prompt=True):
                 return self._chat
         except RefusedText as problem:
-            log.debug("the grader's chat template refuses a system turn: %s", problem)
-        log.warning("grader: the chat template of %s has no system turn; its text begins the user's turn", self.path)
+            log.debug("the grader's chat template rejects system turns: %s", problem)
+        log.warning(
+            "grader: the chat template of %s has no system turn; its text is put before the first user turn", self.path
+        )
         return read_chat(self.path, self.revision, self.chat_template, "grader", fold_system=True)
 
 
 def _group_by(items: Iterable[_Asked], key: Callable[[_Asked], _Key]) -> list[tuple[_Key, list[_Asked]]]:
-    """Items by their key, in the order in which keys are first met."""
+    """Groups items by key, in order of first occurrence."""
     groups: dict[_Key, list[_Asked]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -1,4 +1,4 @@
-"""Model behind an OpenAI-compatible server that answers and grades: OpenAI's, or vLLM with a folder."""
+"""Answering backend and grader for OpenAI-compatible servers: OpenAI's own service, or a vLLM server."""
 
 import logging
 import os
@@ -28,11 +28,11 @@ from attnpo.evaluation.served import (
     ESCAPED,
     NO_KEY,
     Completion,
-    describe,
-    in_threads,
+    describe_request_error,
+    log_notes,
+    map_in_threads,
     open_client,
     read_completion,
-    warn_of,
 )
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_at_least, check_choice, digest
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TOO_LONG = "too long for the server"
-NO_COUNT = "no count of their tokens (usage.completion_tokens), which are written as 0"
-# What servers say of a prompt that is too long: OpenAI's code, and the words of vLLM and of those that follow it.
+NO_COUNT = "no token count (usage.completion_tokens), recorded as 0"
+# How servers report a prompt that is too long: OpenAI's error code, and the wording of vLLM and similar servers.
 TOO_LONG_CODE, TOO_LONG_WORDS = "context_length_exceeded", "maximum context length"
-FILTERED = "content_filter"  # Azure's code for a prompt that it does not pass on
-OUT_OF_CREDIT = "insufficient_quota"  # OpenAI's code of a 429 that no waiting mends
+FILTERED = "content_filter"  # Azure's error code for a blocked prompt
+OUT_OF_CREDIT = "insufficient_quota"  # OpenAI's error code for a 429 that retrying cannot fix
 
 SERVICE = "https://api.openai.com/v1"
-ADDRESS = "OPENAI_BASE_URL"  # the client's own variable for another address
-KEY = "OPENAI_API_KEY"  # the client's own variable for the key, of its own address or of that
+ADDRESS = "OPENAI_BASE_URL"  # the client's environment variable for another address
+KEY = "OPENAI_API_KEY"  # the client's environment variable for the key
 LENGTH_KEYS = ("max_tokens", "max_completion_tokens")
-# Tokens of OpenAI's chat format: around a turn with its role, and ahead of the reply (OpenAI Cookbook, "How to count
-# tokens with tiktoken").
+# Tokens that OpenAI's chat format adds per turn and before the reply (OpenAI Cookbook, "How to count tokens with
+# tiktoken").
 OF_TURN, BEGINS_REPLY = 4, 3
 
 _Item = TypeVar("_Item")
@@ -68,8 +68,8 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
-class _Problem:
-    """Reason why a request got no completion after all retries; ``status`` 0 where no error of the server says so."""
+class _FailedRequest:
+    """Error of a request that failed after all retries; ``status`` is 0 unless the server returned an HTTP error."""
 
     text: str
     status: int = 0
@@ -77,13 +77,16 @@ class _Problem:
     param: str | None = None
 
     @property
-    def may_pass(self) -> bool:
+    def is_transient(self) -> bool:
         return self.status in (0, 408, 409, 429) or self.status >= 500
 
 
 @dataclass(frozen=True)
 class _Endpoint:
-    """Server as ``part`` of a configuration (answering, grader) names it; ``key_variable`` None: no key is sent."""
+    """Connection settings of a server; ``part`` is their config node (answering, grader), for messages.
+
+    ``key_variable``: environment variable with the API key; None sends no key.
+    """
 
     part: str
     address: str
@@ -94,91 +97,100 @@ class _Endpoint:
     concurrency: int
 
     @property
-    def place(self) -> str:
-        """Returns the address for readers."""
+    def display_address(self) -> str:
+        """Returns the address without credentials, for messages."""
         return str(redact(self.address))
 
     def complete(
         self, items: Iterable[_Item], body_of: Callable[[_Item], Mapping[str, object]]
-    ) -> Iterator[tuple[_Item, Completion | _Problem, float]]:
-        """Yields each item with what the server says to its request and the seconds it took, as they come.
+    ) -> Iterator[tuple[_Item, Completion | _FailedRequest, float]]:
+        """Sends one request per item; yields item, completion or error, and duration in seconds, as they arrive.
 
-        UserError for a key, a model or an account that no other request would fare better with.
+        Raises:
+            UserError: the server rejects the key, the model or the account, so that every request would fail.
         """
         key = os.environ.get(self.key_variable or "") or NO_KEY
         client = open_client(self.address, key, self.timeout, self.retries, self.concurrency)
         retried: list[int] = []
         notes: list[str] = []
 
-        def ask(item: _Item) -> tuple[Completion | _Problem, float]:
+        def ask(item: _Item) -> tuple[Completion | _FailedRequest, float]:
             began = time.monotonic()
-            return _ask(client, body_of(item), retried), time.monotonic() - began
+            return _send_request(client, body_of(item), retried), time.monotonic() - began
 
         try:
-            for item, (found, seconds) in in_threads(ask, items, self.concurrency):
-                if isinstance(found, _Problem):
-                    self._check_mendable(client, found)
+            for item, (found, seconds) in map_in_threads(ask, items, self.concurrency):
+                if isinstance(found, _FailedRequest):
+                    self._raise_if_permanent(client, found)
                 elif found.escaped:
                     notes.append(ESCAPED)
                 yield item, found, seconds
-            client.close()  # not where this is left early: threads may still be reading
+            client.close()  # not on early exit: threads may still be reading
         finally:
-            warn_of(self.address, notes)
+            log_notes(self.address, notes)
             if retried:
-                told = "%s: %d of the calls were answered after repeating them, %d times in all"
-                log.info(told, self.place, len(retried), sum(retried))
+                text = "%s: %d calls succeeded only after retries, %d retries in total"
+                log.info(text, self.display_address, len(retried), sum(retried))
 
-    def _check_mendable(self, client: "OpenAI", problem: _Problem) -> None:
-        """Raises UserError for what every request would meet, with what can be done about it."""
+    def _raise_if_permanent(self, client: "OpenAI", problem: _FailedRequest) -> None:
+        """Checks for errors that every request would meet.
+
+        Raises:
+            UserError: the key, the model's name or the account is rejected; the message says what to do.
+        """
         variable = self.key_variable
         if problem.status in (401, 403):
             what = "a request without a key" if variable is None else f"the key in {variable}"
             raise UserError(
-                f"{self.place} refuses {what} ({problem.text}): expected a key that may use {self.part}.model in the "
-                f"environment variable {variable or f'that {self.part}.key_variable=NAME names'}"
+                f"{self.display_address} rejected {what} ({problem.text}): put a key with access to {self.part}.model "
+                f"into the environment variable {variable or f'given by {self.part}.key_variable=NAME'}"
             )
         if problem.status == 404:
             from openai import OpenAIError
 
-            served = f"see its list at {self.place}/models"
+            served = f"see its list at {self.display_address}/models"
             with suppress(OpenAIError, ValueError):
                 served = "it serves " + ", ".join(model.id for model in client.models.list().data)
             raise UserError(
-                f"{self.place} does not serve {self.part}.model={self.model} ({problem.text}): {served}; or "
-                f"{self.part}.base_url does not end as the server wants it (mostly /v1)"
+                f"{self.display_address} does not serve {self.part}.model={self.model} ({problem.text}): {served}; or "
+                f"{self.part}.base_url has the wrong ending (usually /v1)"
             )
         if problem.code == OUT_OF_CREDIT:
             raise UserError(
-                f"{self.place}: the account{f' of the key in {variable}' if variable else ''} is out of credit "
-                f"({problem.text}); the replies so far are stored, the same command goes on from there"
+                f"{self.display_address}: the account{f' of the key in {variable}' if variable else ''} is out of "
+                f"credit ({problem.text}). All replies so far are stored: add credit and run the same command again"
             )
 
     def require_ready(self, variable: str | None) -> None:
-        """Raises UserError without the client's packages, or without the key that ``variable`` promises."""
+        """Checks that the client's packages are installed and that the key is set.
+
+        Raises:
+            UserError: a package or the environment variable ``variable`` is missing.
+        """
         if find_spec("openai") is None or find_spec("httpx2") is None:
             raise UserError(
-                f"{self.part}=openai needs the packages openai (3 or later) and httpx2; they come with the extra "
-                f"`eval`: {install_command('eval')}"
+                f"{self.part}=openai needs the packages openai (3 or later) and httpx2; install the extra `eval`: "
+                f"{install_command('eval')}"
             )
         if variable is not None and not os.environ.get(variable):
             raise UserError(
-                f"{self.part}.key_variable={variable}: expected the key of {self.place} in the environment variable "
-                f"{variable}, which is not set; set it, or name a server that asks for none with "
-                f"{self.part}.key_variable=null {self.part}.base_url=http://HOST:PORT/v1"
+                f"{self.part}.key_variable={variable}: the environment variable {variable} is not set; set it to the "
+                f"key for {self.display_address}, or use a server that needs no key: {self.part}.key_variable=null "
+                f"{self.part}.base_url=http://HOST:PORT/v1"
             )
 
 
-def _ask(client: "OpenAI", body: Mapping[str, object], retried: list[int]) -> Completion | _Problem:
-    """Returns what comes of one request; the client waits and tries again by itself."""
+def _send_request(client: "OpenAI", body: Mapping[str, object], retried: list[int]) -> Completion | _FailedRequest:
+    """Sends one request and returns the completion or the error; the client handles waiting and retries."""
     from openai import APIStatusError, OpenAIError
 
     try:
         raw = client.chat.completions.with_raw_response.create(**body)  # type: ignore[call-overload]
         found = read_completion(raw.http_response, logprobs="top_logprobs" in body)
     except APIStatusError as problem:
-        return _Problem(describe(problem), problem.status_code, problem.code, problem.param)
+        return _FailedRequest(describe_request_error(problem), problem.status_code, problem.code, problem.param)
     except (OpenAIError, ValueError) as problem:
-        return _Problem(describe(problem))
+        return _FailedRequest(describe_request_error(problem))
     if raw.retries_taken:
         retried.append(raw.retries_taken)
     return found
@@ -189,14 +201,14 @@ def _ask(client: "OpenAI", body: Mapping[str, object], retried: list[int]) -> Co
 
 @dataclass(frozen=True)
 class OpenAIAnswering:
-    """Server that speaks OpenAI's chat completions.
+    """Answering backend for a server with OpenAI's chat completions API.
 
-    ``base_url`` ends in /v1 as a rule. ``model``: its name there (None: ``model.path`` as given, as vLLM names what it
-    serves). ``key_variable`` names the environment variable with the key, None for a server that asks for none.
-    ``concurrency`` requests are open at a time; each is tried ``retries`` times again, with back-off, and may take
-    ``timeout`` seconds. ``extensions`` sends what OpenAI's own servers refuse and vLLM and its like take: top_k,
-    stop_token_ids, and the neutral values of what a folder's generation config would set else. Prompt and answer have
-    at most ``max_length`` tokens (None: the positions that the folder states, or what the server takes).
+    ``base_url`` usually ends in /v1. ``model``: the model's name on the server (None: ``model.path``, as with vLLM).
+    ``key_variable``: environment variable with the API key (None: no key). Up to ``concurrency`` requests run at a
+    time; each may take ``timeout`` seconds and is retried up to ``retries`` times with back-off. ``extensions``: also
+    send options that vLLM accepts but OpenAI rejects: top_k, stop_token_ids, and neutral values for options that a
+    folder's generation config would otherwise set. ``max_length``: maximum tokens of prompt and answer (None: the
+    model's number of positions, or the server's limit).
     """
 
     base_url: str = field(metadata=BOOKKEEPING)
@@ -213,32 +225,33 @@ class OpenAIAnswering:
         check_at_least("answering", 0, retries=self.retries)
         if not self.base_url.startswith(("http://", "https://")):
             raise UserError(
-                f"answering.base_url={self.base_url}: expected the address of a server, such as "
+                f"answering.base_url={self.base_url} is not the address of a server; expected for example "
                 "http://localhost:8000/v1"
             )
 
     def open(self, model: ModelSpec, device: torch.device) -> Answerer:
-        """Reads the folder that is served, where ``model.path`` is one here; the server is not asked yet.
+        """Reads the model's folder if ``model.path`` is a local one, without contacting the server.
 
-        UserError without the package openai, or without the key that ``key_variable`` promises.
+        Raises:
+            UserError: the package openai or the key in ``key_variable`` is missing, or ``model.fold_system`` is set.
         """
         from attnpo.models.generate import max_sequence_length
 
         self.endpoint(self.model or model.path).require_ready(self.key_variable)
         if model.fold_system:
             raise UserError(
-                "model.fold_system=true cannot reach a server, which renders its own chat template: leave it out and "
-                "serve a folder whose template folds the system turn (what a run with this option exports does)"
+                "model.fold_system=true has no effect on a server, which renders its own chat template: remove it, and "
+                "serve a folder whose template folds the system turn (exports of runs with this option do)"
             )
         if not Path(model.path).expanduser().is_dir():
-            log.info("%s is no folder here: its name on the server stands for its weights", model.path)
+            log.info("%s is not a local folder: its weights are identified by its name on the server", model.path)
             return ServedAnswerer(self, model, None, self.max_length)
         spec, chat = describe_model(model)
         limit = max_sequence_length(spec.path, spec.revision, "answering.max_length", self.max_length)
         return ServedAnswerer(self, spec, chat, limit)
 
     def endpoint(self, model: str) -> _Endpoint:
-        """Returns the server that is asked for ``model``."""
+        """Returns the connection settings for ``model``."""
         return _Endpoint(
             "answering", self.base_url, model, self.key_variable, self.timeout, self.retries, self.concurrency
         )
@@ -246,7 +259,7 @@ class OpenAIAnswering:
 
 @dataclass
 class ServedAnswerer:
-    """Served model. ``chat`` is None where ``model.path`` is no folder on this machine."""
+    """Model on a server; ``chat`` is None unless ``model.path`` is a local folder."""
 
     settings: OpenAIAnswering
     model: ModelSpec
@@ -260,11 +273,11 @@ class ServedAnswerer:
 
     @property
     def counted_by(self) -> str:
-        """Returns the server, whose ``usage`` it is."""
+        """Returns the model's name with a note that the server counts the tokens."""
         return f"{self.name} (the server's usage)"
 
     def key(self) -> dict[str, object]:
-        """Returns weights and chat format of the folder, or the name on the server. The address is none of it."""
+        """Returns weights and chat format of the local folder, or the name on the server; leaves out the address."""
         from attnpo.models.loading import weights_fingerprint
 
         if self.chat is None:
@@ -278,11 +291,13 @@ class ServedAnswerer:
         return {"answering": "server", "model": weights, "chat": self.chat.fingerprint()}
 
     def parameters(self, one: ChatRequest, sampling: Sampling) -> dict[str, object]:
-        """Returns the body of a request. The seed follows from that of the sampling, the conversation and the draw.
+        """Builds the body of a request.
 
-        A server draws the same random numbers for the same seed: one seed for all would tie the answers to each other.
+        The seed is derived from the sampling seed, the conversation and the draw. With a common seed, a server would
+        use the same random numbers for all answers and correlate them.
 
-        UserError for settings that only ``extensions`` can send.
+        Raises:
+            UserError: a setting can only be sent with ``extensions``.
         """
         seed = int(digest([sampling.seed, list(one.messages), one.draw])[:8], 16) >> 1  # 31 bits fit everywhere
         tools, kwargs = get_tools(one.messages), self.model.chat_template_kwargs
@@ -307,21 +322,22 @@ class ServedAnswerer:
             )
         elif kwargs:
             raise UserError(
-                "answering.extensions=false cannot send model.chat_template_kwargs to the server: leave them out, or "
-                "set answering.extensions=true"
+                "model.chat_template_kwargs cannot be sent to the server with answering.extensions=false: remove them, "
+                "or set answering.extensions=true"
             )
         elif sampling.top_k or sampling.stop_ids:
             raise UserError(
-                f"answering.extensions=false cannot send sampling.top_k={sampling.top_k} and sampling.stop_ids="
-                f"{list(sampling.stop_ids)}: set them to 0 and [], or answering.extensions=true"
+                f"sampling.top_k={sampling.top_k} and sampling.stop_ids={list(sampling.stop_ids)} cannot be sent with "
+                "answering.extensions=false: set them to 0 and [], or set answering.extensions=true"
             )
         return body
 
     def answer(self, asked: Sequence[ChatRequest], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
-        """Replies one by one. UserError, last, for what the server gave no answer to after all retries.
+        """Yields replies one at a time. Stops after ``concurrency`` consecutive failures.
 
-        A server that has failed ``concurrency`` times in a row is asked no more, one that refuses (key, name of the
-        model, parameters) at once.
+        Raises:
+            UserError: the server rejects the key, model name or parameters (at once), or some requests still failed
+                after all retries (at the end).
         """
         if not asked:
             return
@@ -332,39 +348,43 @@ class ServedAnswerer:
         try:
             for index, found, _ in self.settings.endpoint(self.name).complete(range(len(bodies)), bodies.__getitem__):
                 done += 1
-                if isinstance(found, _Problem) and found.may_pass:
+                if isinstance(found, _FailedRequest) and found.is_transient:
                     in_a_row += 1
                     problems.append(found.text)
                     if in_a_row >= self.settings.concurrency:
                         break
                     continue
                 in_a_row = 0
-                if isinstance(found, _Problem):
-                    yield {index: self._without_answer(found)}
+                if isinstance(found, _FailedRequest):
+                    yield {index: self._make_refused_reply(found)}
                     continue
                 notes += [NO_COUNT] * (found.output_tokens is None)
                 yield {index: Reply(found.text, found.output_tokens or 0, found.finish_reason, found.missing)}
         finally:
-            warn_of(self.settings.base_url, notes)
+            log_notes(self.settings.base_url, notes)
         if problems:
-            rest = "" if done == len(asked) else f", and was then not asked for {len(asked) - done} more"
+            rest = "" if done == len(asked) else f"; the other {len(asked) - done} were not sent"
             raise UserError(
                 f"the server at answering.base_url={redact(self.settings.base_url)} did not answer {len(problems)} of "
-                f"{done} conversations{rest}; the first: {problems[0]}. What it answered is kept: give the command "
-                "again"
+                f"{done} conversations{rest}. First error: {problems[0]}. All answers so far are stored: run the "
+                "command again"
             )
 
-    def _without_answer(self, problem: _Problem) -> Reply:
-        """Returns the empty reply to a prompt that the server does not take; UserError where it is the parameters."""
+    def _make_refused_reply(self, problem: _FailedRequest) -> Reply:
+        """Builds an empty reply for a prompt that is too long or filtered.
+
+        Raises:
+            UserError: the server rejected the request for another reason, such as its parameters.
+        """
         if problem.code == TOO_LONG_CODE or TOO_LONG_WORDS in problem.text:
             return Reply("", 0, LENGTH, refused=TOO_LONG)
         if problem.code == FILTERED:
             return Reply("", 0, FILTERED, refused="filtered by the server")
-        help_ = "the text above is the server's own"
+        help_ = "this is the server's own message"
         if self.settings.extensions:
-            help_ = "a server that does not know top_k and stop_token_ids needs answering.extensions=false"
+            help_ = "if the server does not support top_k and stop_token_ids, set answering.extensions=false"
         raise UserError(
-            f"the server at answering.base_url={redact(self.settings.base_url)} refused a request for the model "
+            f"the server at answering.base_url={redact(self.settings.base_url)} rejected a request for the model "
             f"{self.name!r} with status {problem.status}: {problem.text}; {help_}"
         )
 
@@ -374,16 +394,16 @@ class ServedAnswerer:
 
 @dataclass(frozen=True)
 class OpenAIGrader:
-    """Model that an OpenAI-compatible endpoint serves.
+    """Grader on an OpenAI-compatible server.
 
-    ``base_url`` None: that of ``OPENAI_BASE_URL``, or OpenAI's service. The key is read from the environment variable
-    ``key_variable``; None: from ``OPENAI_API_KEY``, and a ``base_url`` that is given is sent no key. ``concurrency``
-    calls are open at once, each try ends after ``timeout`` seconds, and up to ``max_retries`` follow the first, not
-    where the server asks for more than two minutes of patience.
-    ``tokenizer``: a folder or hub name with the model's tokenizer and chat template, which count input tokens exactly;
-    None: those of OpenAI's service are counted by tiktoken.
-    The prices (dollars per million tokens) are those of ``price_model``; another ``model`` has none. ``extra_body``
-    goes with every request, ``length_key`` is the name it gives the most output tokens.
+    ``base_url``: address (None: ``OPENAI_BASE_URL`` if set, or else OpenAI's service). ``key_variable``: environment
+    variable with the API key (None: ``OPENAI_API_KEY``, or no key if ``base_url`` is set). Up to ``concurrency`` calls
+    run at a time. Each attempt may take ``timeout`` seconds and is retried up to ``max_retries`` times, unless the
+    server asks for a wait of more than two minutes.
+    ``tokenizer``: folder or hub name with the model's tokenizer and chat template, for exact input token counts (None:
+    tiktoken, for OpenAI's service only).
+    The prices, in dollars per million tokens, belong to ``price_model``; any other ``model`` has no known price.
+    ``extra_body`` is added to every request. ``length_key``: name of the parameter that limits output tokens.
     """
 
     model: str = "gpt-4o-mini-2024-07-18"
@@ -403,20 +423,20 @@ class OpenAIGrader:
         check_at_least("grader", 1, concurrency=self.concurrency)
         check_at_least("grader", 0, max_retries=self.max_retries)
         if not 0 < self.timeout < float("inf"):
-            raise UserError(f"grader.timeout: expected seconds above 0, got {self.timeout}")
+            raise UserError(f"grader.timeout must be a positive number of seconds, got {self.timeout}")
         check_at_least("grader", 0, price_input=self.price_input, price_output=self.price_output)
         check_choice("grader.length_key", self.length_key, LENGTH_KEYS)
 
     @property
     def price(self) -> Price:
-        """Returns the prices, where they are this model's."""
+        """Returns the configured prices; unknown unless ``price_model`` is this model."""
         if self.model != self.price_model:
             return Price(known=False)
         return Price(self.price_input, self.price_output)
 
     @property
     def address(self) -> str:
-        """Returns where requests go."""
+        """Returns the address that requests are sent to."""
         return (self.base_url or os.environ.get(ADDRESS) or SERVICE).rstrip("/")
 
     @property
@@ -425,7 +445,7 @@ class OpenAIGrader:
         return _Endpoint("grader", self.address, self.model, key, self.timeout, self.max_retries, self.concurrency)
 
     def identity(self) -> dict[str, object]:
-        """Returns model, address and what goes with every request."""
+        """Returns model, address and extra request parameters."""
         return {
             "kind": "openai",
             "model": self.model,
@@ -434,42 +454,46 @@ class OpenAIGrader:
         }
 
     def count_tokens(self, call: GradingCall) -> int | None:
-        """Counts by ``tokenizer`` or tiktoken, the chat format's tokens included.
+        """Counts tokens with ``tokenizer`` or tiktoken, including those of the chat format.
 
-        None where the chat template refuses the call, and for a server of one's own without ``tokenizer``.
+        Returns None if the chat template rejects the call, or for a custom server without ``tokenizer``.
         """
         if self.tokenizer is not None:
             try:
-                return len(_chat(self.tokenizer).prompt_ids(call.messages))
+                return len(_load_chat(self.tokenizer).prompt_ids(call.messages))
             except RefusedText:
                 return None
-        vocabulary = _vocabulary(self.model) if self.address == SERVICE else None
+        vocabulary = _load_vocabulary(self.model) if self.address == SERVICE else None
         if vocabulary is None:
             return None
         return BEGINS_REPLY + sum(OF_TURN + len(vocabulary.encode_ordinary(turn["content"])) for turn in call.messages)
 
     def check_ready(self) -> None:
-        """Raises UserError without the client's packages, or without a key that is named or OpenAI's service needs."""
+        """Checks that the client's packages and the required key are available.
+
+        Raises:
+            UserError: one of them is missing.
+        """
         self._endpoint.require_ready(self.key_variable or (KEY if self.address == SERVICE else None))
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
-        """Yields each call with its reply, as they come.
+        """Yields each call with its reply as replies arrive.
 
         Raises:
-            UserError: what ``check_ready`` says, the endpoint refuses the key or does not know the model, or it gives
-                no log-probabilities where a call needs them.
+            UserError: as for ``check_ready``; or the server rejects the key, does not know the model, or returns no
+                log-probabilities for a call that needs them.
         """
         self.check_ready()
         notes: list[str] = []
         try:
-            for call, found, seconds in self._endpoint.complete(calls, self._body):
-                yield call, self._reply(call, found, seconds)
+            for call, found, seconds in self._endpoint.complete(calls, self._request_body):
+                yield call, self._make_reply(call, found, seconds)
                 if isinstance(found, Completion) and found.missing is not None and not call.top_logprobs:
                     notes.append(found.missing)
         finally:
-            warn_of(self.address, notes)
+            log_notes(self.address, notes)
 
-    def _body(self, call: GradingCall) -> dict[str, object]:
+    def _request_body(self, call: GradingCall) -> dict[str, object]:
         wanted = {"logprobs": True, "top_logprobs": call.top_logprobs} if call.top_logprobs else {}
         return {
             "model": self.model,
@@ -481,15 +505,21 @@ class OpenAIGrader:
             "extra_body": dict(self.extra_body),
         }
 
-    def _reply(self, call: GradingCall, found: Completion | _Problem, seconds: float) -> GradingReply | GradingFailure:
-        """Returns what a call came back with. UserError where every call would meet the same."""
-        if isinstance(found, _Problem):
+    def _make_reply(
+        self, call: GradingCall, found: Completion | _FailedRequest, seconds: float
+    ) -> GradingReply | GradingFailure:
+        """Converts a completion or an error to the reply of a call.
+
+        Raises:
+            UserError: the server does not return log-probabilities, which every call would need.
+        """
+        if isinstance(found, _FailedRequest):
             if found.param in ("logprobs", "top_logprobs"):
-                raise UserError(self._without_logprobs(f"refuses them ({found.text})"))
+                raise UserError(self._describe_missing_logprobs(f"rejects them ({found.text})"))
             return GradingFailure(found.text)
         if call.top_logprobs and found.logprobs is None:
             if found.missing is None:
-                raise UserError(self._without_logprobs("gives none"))
+                raise UserError(self._describe_missing_logprobs("returns none"))
             return GradingFailure(found.missing)
         return GradingReply(
             text=found.text,
@@ -502,28 +532,30 @@ class OpenAIGrader:
             estimated=found.input_tokens is None or found.output_tokens is None,
         )
 
-    def _without_logprobs(self, what: str) -> str:
+    def _describe_missing_logprobs(self, what: str) -> str:
         return (
-            f"this benchmark reads verdicts from log-probabilities (top_logprobs), and {redact(self.address)} with "
-            f"grader.model={self.model} {what}: name an endpoint that gives them (OpenAI's, or vLLM's server), or "
-            "grade on this machine with grader=local"
+            f"this benchmark reads verdicts from log-probabilities (top_logprobs), but {redact(self.address)} with "
+            f"grader.model={self.model} {what}: use a server that returns them (OpenAI's, or vLLM's), or grade locally "
+            "with grader=local"
         )
 
 
 @cache
-def _chat(tokenizer: str) -> ChatFormat:
+def _load_chat(tokenizer: str) -> ChatFormat:
     from attnpo.models.loading import load_tokenizer
 
     return ChatFormat(load_tokenizer(tokenizer))
 
 
 @cache
-def _vocabulary(model: str) -> "tiktoken.Encoding | None":
-    """Loads the vocabulary of one of OpenAI's models, which tiktoken downloads once; None where it cannot be had."""
+def _load_vocabulary(model: str) -> "tiktoken.Encoding | None":
+    """Loads the vocabulary of an OpenAI model, which tiktoken downloads once; returns None if that fails."""
     try:
         import tiktoken
 
         return tiktoken.encoding_for_model(model)
     except (ImportError, KeyError, OSError, ValueError) as problem:
-        log.info("no vocabulary of grader.model=%s (%s): its input tokens are bounded, not counted", model, problem)
+        log.info(
+            "no vocabulary for grader.model=%s (%s): using an upper bound instead of input token counts", model, problem
+        )
         return None

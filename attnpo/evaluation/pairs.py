@@ -1,7 +1,7 @@
-"""``attnpo.pair``: the answers to each prompt scored, and pairs of a better and a worse one; repeated, it goes on.
+"""Implements ``attnpo.pair``: scores the answers to each prompt and builds preference pairs from them.
 
-Beside ``pairs.jsonl`` lie ``pairs.json`` (what made them, and what became of every prompt), ``pairs.scores.jsonl`` with
-a score per answer, which a repeated command continues, and the judge's replies in ``grades``.
+Output: ``pairs.jsonl``; ``pairs.json`` with the settings behind it and counts of prompts; ``pairs.scores.jsonl`` with
+one score per answer; and the judge's replies in ``grades``. A repeated command continues from the scores.
 """
 
 import json
@@ -22,7 +22,7 @@ from attnpo.data.prompts import AnswerPrompt, PromptColumns, parse_prompt
 from attnpo.data.tables import read_table
 from attnpo.evaluation.answers import AnswerRow
 from attnpo.evaluation.chat import LENGTH
-from attnpo.evaluation.jsonl_store import DIGEST, KEY, SUFFIX, JsonlStore, KeyedRow, read_account
+from attnpo.evaluation.jsonl_store import DIGEST, KEY, SUFFIX, JsonlStore, KeyedRow, read_sidecar
 from attnpo.schema import BOOKKEEPING, Message, UserError, check_at_least, check_choice, digest, prompt_identity
 from attnpo.system.credentials import identify
 from attnpo.system.files import check_is_own_file, file_digest, find_differences, safe_filename, write_atomically
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Candidate:
-    """Answer: ``draw`` is its place among those to its prompt, ``extra`` what else its row holds."""
+    """One sampled answer. ``draw``: index among the answers to its prompt; ``extra``: its full data row."""
 
     draw: int
     text: str
@@ -45,7 +45,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class AnswerSet:
-    """Different answers to one prompt, in the order of their draws."""
+    """Distinct answers to one prompt, in sampling order."""
 
     id: str
     prompt: tuple[Message, ...]
@@ -53,19 +53,19 @@ class AnswerSet:
 
 
 class ScoreRow(KeyedRow):
-    """Score of an answer, higher for a better one; None where it has none, with the reason."""
+    """Score of an answer, higher is better; None with a ``reason`` if it has no score."""
 
     score: float | None
     reason: NotRequired[str]
 
 
 def score_rows(found: AnswerSet, scores: Sequence[float]) -> list[ScoreRow]:
-    """Returns a row for each answer of a set."""
+    """Returns one row per answer of a set, with its score."""
     return [ScoreRow(id=found.id, draw=one.draw, score=at) for one, at in zip(found.answers, scores, strict=True)]
 
 
 def unranked_rows(found: AnswerSet, reason: str) -> list[ScoreRow]:
-    """Returns the rows of a set that cannot be ranked."""
+    """Returns rows without scores for a set that cannot be ranked."""
     return [ScoreRow(id=found.id, draw=one.draw, score=None, reason=reason) for one in found.answers]
 
 
@@ -75,34 +75,38 @@ class Ranker(Protocol):
 
     @property
     def name(self) -> str:
-        """Returns what every pair names it: its kind, and the model or the column."""
+        """Returns the ranker's name as stored with every pair: its kind, and its model or column."""
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
-        """Returns all that decides the scores of ``sets`` beside their texts. UserError for what is known to fail."""
+        """Returns everything except the texts of ``sets`` that can change their scores.
+
+        Raises:
+            UserError: the ranker cannot work with these settings.
+        """
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
-        """Returns the rows of the sets as they come, whole sets at a time, to be written before the next are asked for.
+        """Yields score rows of complete sets as they are ready, so that they can be written before the next are asked.
 
-        ``folder`` is where it may keep files of its own. A set that a repeated command may still score is left out.
+        ``folder``: where the ranker may store files. Sets that a repeated command might still score are left out.
         """
 
 
-REFUSED = "answers that could not be made"
-CUT = "answers cut at their most tokens"
+REFUSED = "answers that could not be generated"
+CUT = "answers cut at the token limit"
 LEFT_OUT = ", left out"
-NO_TEXT = "answers that are no text, left out"
+NO_TEXT = "answers that are not text, left out"
 EMPTY = "empty answers"
-REPEATED = "answers equal to an earlier one of their prompt"
+REPEATED = "answers identical to an earlier one for the same prompt"
 ALONE = "prompts with a single answer"
-EQUAL = "prompts whose answers are all equal"
+EQUAL = "prompts whose answers are all identical"
 
 
 @dataclass(frozen=True)
 class AnswerSets:
-    """Prompts with two different answers or more, and counts of the others, by reason.
+    """Prompts with at least two distinct answers, and counts of excluded ones by reason.
 
-    ``path``: where they were read, as the command names it. ``prompts`` and ``read``: all prompts and rows.
-    ``origin``: what the file beside the answers says they are from.
+    ``path``: path or hub name as given. ``prompts`` and ``read``: total numbers of prompts and rows. ``origin``: key in
+    the sidecar of the answers file, which says how they were generated.
     """
 
     path: str
@@ -114,7 +118,7 @@ class AnswerSets:
 
     @property
     def fingerprint(self) -> str:
-        """Returns the digest of all prompts and answers that can be ranked."""
+        """Returns a digest of all prompts and answers that can be ranked."""
         return digest(
             [
                 digest([each.id, prompt_identity(each.prompt), [[one.draw, one.text] for one in each.answers]])
@@ -125,11 +129,11 @@ class AnswerSets:
 
 @dataclass(frozen=True)
 class AnswerSource:
-    """Where the answers are (config node ``answers``): an answer per row, as ``attnpo.generate`` writes them.
+    """Source of answers (config node ``answers``), one per row, such as the output of ``attnpo.generate``.
 
-    ``path`` is a file, a folder with a file per ``split``, or the name of a data set on the hub; ``rows`` chooses rows.
-    ``prompt``, ``answer`` and ``id`` are columns; without a column ``id`` a digest of the prompt names it. With
-    ``keep_cut`` false, answers that ended at the most tokens (``finish_reason`` length) are left out.
+    ``path``: file, folder with one file per ``split``, or hub data set; ``rows`` selects rows. ``prompt``, ``answer``
+    and ``id``: column names; without an ``id`` column, prompts are identified by a digest. ``keep_cut`` false leaves
+    out answers that were cut at the token limit (``finish_reason`` length).
     """
 
     path: str
@@ -141,13 +145,13 @@ class AnswerSource:
     keep_cut: bool = True
 
     def load(self) -> AnswerSets:
-        """Returns the answers by prompt.
+        """Reads the answers and groups them by prompt.
 
         Raises:
-            UserError: nothing can be read, ``attnpo.generate`` has not finished the file or it was changed since, a
-                column is missing, two prompts have one id, or no prompt has two answers.
+            UserError: the data cannot be read, ``attnpo.generate`` has not finished the file, it was changed since, a
+                column is missing, two prompts share an id, or no prompt has two distinct answers.
         """
-        origin = self._origin()
+        origin = self._read_origin()
         try:
             table = read_table(self.path, self.split, "data.split")
             names = table.column_names
@@ -158,31 +162,32 @@ class AnswerSource:
             text = str(problem).replace("data.columns.", "answers.").replace("data.", "answers.")
             raise UserError(text) from problem
         columns = PromptColumns(prompt=self.prompt, id=self.id if self.id in names else None)
-        return self._group(rows, columns, origin)
+        return self._group_by_prompt(rows, columns, origin)
 
-    def _origin(self) -> Mapping[str, object]:
+    def _read_origin(self) -> Mapping[str, object]:
         path = Path(self.path).expanduser()
-        account = read_account(path.with_suffix(".json")) if path.suffix == SUFFIX and path.is_file() else {}
+        account = read_sidecar(path.with_suffix(".json")) if path.suffix == SUFFIX and path.is_file() else {}
         origin = account.get(KEY)
         if isinstance(origin, Mapping) and "answers" not in account:
             raise UserError(
-                f"answers.path={self.path}: attnpo.generate has not finished it; give its command again, then this one"
+                f"answers.path={self.path}: attnpo.generate has not finished this file; run its command again, then "
+                "this one"
             )
         if isinstance(origin, Mapping) and DIGEST in account:
             try:
                 JsonlStore[AnswerRow](path, "answers").require_finished()
             except UserError as problem:
-                raise UserError(f"{problem}. Where that is on purpose, copy it to a name of your own") from problem
+                raise UserError(f"{problem}. If the change is intended, copy the file to a new name") from problem
         elif isinstance(origin, Mapping):
             log.warning(
-                "answers.path=%s: an earlier version wrote it without digests, so it is taken as it is", self.path
+                "answers.path=%s was written by an earlier version without digests, so it cannot be verified", self.path
             )
         return origin if isinstance(origin, Mapping) else {}
 
-    def _group(
+    def _group_by_prompt(
         self, rows: Iterable[Mapping[str, object]], columns: PromptColumns, origin: Mapping[str, object]
     ) -> AnswerSets:
-        """Returns the different answers to each prompt, and counts of what else there is."""
+        """Collects the distinct answers to each prompt and counts excluded rows."""
         counts: Counter[str] = Counter()
         prompts: dict[str, AnswerPrompt] = {}
         answers: dict[str, list[Candidate]] = {}
@@ -195,8 +200,8 @@ class AnswerSource:
                 continue
             if prompts.setdefault(prompt.id, prompt) != prompt:
                 raise UserError(
-                    f"answers.path={self.path}: row {read - 1} has the {self.id} {prompt.id!r} of another prompt; name "
-                    "another column with answers.id=COLUMN"
+                    f"answers.path={self.path}: row {read - 1} has the {self.id} {prompt.id!r} of another prompt; use "
+                    "another column: answers.id=COLUMN"
                 )
             some = answers.setdefault(prompt.id, [])
             text = row.get(self.answer)
@@ -224,19 +229,19 @@ class AnswerSource:
                 counts[REPEATED] += len(some) - len(first)
                 sets.append(AnswerSet(name, prompts[name].messages, tuple(first.values())))
         found = {reason: count for reason, count in counts.items() if count}
-        told = "; ".join(f"{reason}: {count}" for reason, count in found.items())
-        text = f"answers.path={self.path}: {read} rows, {len(prompts)} prompts, {len(sets)} with different answers"
+        reasons = "; ".join(f"{reason}: {count}" for reason, count in found.items())
+        text = f"answers.path={self.path}: {read} rows, {len(prompts)} prompts, {len(sets)} with distinct answers"
         if not sets:
             raise UserError(
-                f"{text}, so there is no pair to make ({told or 'no row'}): draw several answers to each prompt "
+                f"{text}, so no pairs can be built ({reasons or 'no rows'}): generate several answers to each prompt "
                 "(attnpo.generate answers.per_prompt=4, with sampling.temperature above 0)"
             )
-        log.log(logging.WARNING if EQUAL in found else logging.INFO, "%s%s", text, f"; {told}" if told else "")
+        log.log(logging.WARNING if EQUAL in found else logging.INFO, "%s%s", text, f"; {reasons}" if reasons else "")
         return AnswerSets(self.path, tuple(sets), len(prompts), read, found, origin)
 
 
-class Take(Enum):
-    """Pairs that a prompt gives: the best against the worst, the best against each other one, or every two."""
+class PairSelection(Enum):
+    """Pairs to build for each prompt: best and worst, best and every other answer, or all combinations."""
 
     BEST_WORST = "best_worst"
     BEST_REST = "best_rest"
@@ -245,12 +250,12 @@ class Take(Enum):
 
 @dataclass(frozen=True)
 class PairRules:
-    """Choice of the answers of a prompt that become a pair (config node ``pairs``).
+    """Rules for building pairs from the answers to a prompt (config node ``pairs``).
 
-    Equal scores never do; nor do those that differ by less than ``min_gap``.
+    Answers with equal scores, or with scores that differ by less than ``min_gap``, never form a pair.
     """
 
-    take: Take = Take.BEST_WORST
+    take: PairSelection = PairSelection.BEST_WORST
     min_gap: float = 0.0
 
     def __post_init__(self) -> None:
@@ -259,7 +264,7 @@ class PairRules:
 
 @dataclass(frozen=True)
 class PairConfig(RootConfig):
-    """Root configuration of ``attnpo.pair``; a field per key of ``configs/pair.yaml``."""
+    """Root configuration of ``attnpo.pair``, with one field per key of ``configs/pair.yaml``."""
 
     answers: AnswerSource
     ranker: Ranker
@@ -272,11 +277,11 @@ class PairConfig(RootConfig):
 
     @property
     def dry_run(self) -> bool:
-        """Tells whether the ranker only says what ranking takes: ``limits.dry_run`` of one that has limits."""
+        """Returns whether the ranker only estimates its cost (``limits.dry_run``, if it has limits)."""
         return getattr(getattr(self.ranker, "limits", None), "dry_run", False) is True
 
     def path(self) -> Path:
-        """Returns ``output``, or a file in a folder named after the answers and the kind of ranker."""
+        """Returns ``output``, or a default file in a folder named after the answers and the kind of ranker."""
         if self.output is not None:
             return Path(self.output).expanduser()
         answers = Path(self.answers.path)
@@ -287,36 +292,36 @@ class PairConfig(RootConfig):
 
 TIES = "ties"
 NARROW = "pairs with a gap below pairs.min_gap"
-UNPAIRED = "prompts without a pair, since their scores are equal or too near"
+UNPAIRED = "prompts without a pair, because their scores are equal or too close"
 UNRANKED = "prompts left unranked"
 
 
 def make_pairs(cfg: PairConfig) -> Path | None:
-    """Makes the file of pairs that a config asks for; None after a dry run, or while scores are missing.
+    """Runs ``attnpo.pair`` and returns the path of the pairs; returns None after a dry run or if scores are missing.
 
-    In a job of several processes each scores its share of the prompts; the last one writes the pairs.
+    With several processes, each scores its share of the prompts, and the last to finish writes the pairs.
 
     Raises:
-        UserError: answers or ranker cannot be read, what lies at ``output`` is of other answers or another ranker, was
-            changed or is no file of this command, another job works there, or no pair can be made.
+        UserError: answers or ranker cannot be read; files at ``output`` belong to other answers or another ranker,
+            were changed, or come from another program; another job is writing there; or no pair can be built.
     """
     path = cfg.path()
     if path.suffix != SUFFIX:
-        raise UserError(f"output={path}: expected a file name that ends in {SUFFIX}")
+        raise UserError(f"output={path} must end in {SUFFIX}")
     account = path.with_suffix(".json")
-    written = [str(read_account(account)[DIGEST])] if DIGEST in read_account(account) else []
+    written = [str(read_sidecar(account)[DIGEST])] if DIGEST in read_sidecar(account) else []
     check_is_own_file(f"output={path}", path, account, written, "attnpo.pair")
     file = JsonlStore[ScoreRow](path.with_name(f"{path.stem}.scores{SUFFIX}"), "scores", *rank_and_world_size())
     cfg.check_output_paths("output", path, account, file.path, file.sidecar)
     with folder_lock(path.parent, file=file.part.name, instead="output=FILE.jsonl"):
         found, ranker = cfg.answers.load(), cfg.ranker
         key = {"answers": found.fingerprint, "ranker": ranker.key(found.sets)}
-        # A dry run leaves no account of its ranker, which would bind the commands after it.
+        # A dry run writes no sidecar, which would bind later commands to its ranker.
         have = {} if cfg.dry_run and not file.sidecar.is_file() else file.open(key)
         wanted = [(one.id, answer.draw) for one in found.sets for answer in one.answers]
         share = found.sets[file.rank :: file.processes]
         lacking = [one for one in share if any((one.id, answer.draw) not in have for answer in one.answers)]
-        log.info("%d prompts to rank by %s, %d of them here", len(found.sets), ranker.name, len(lacking))
+        log.info("%d prompts to rank by %s, %d of them in this process", len(found.sets), ranker.name, len(lacking))
         done = 0
         if lacking:
             for some in ranker.scores(lacking, inference_device(cfg.trainer.get("accelerator", "auto")), path.parent):
@@ -327,19 +332,19 @@ def make_pairs(cfg: PairConfig) -> Path | None:
             return None
         rows = file.merge(wanted)
         if rows is not None:
-            file.account(key, {"scores": len(rows)})
-            return _write(path, found, key, rows, cfg.pairs, ranker.name)
+            file.write_sidecar(key, {"scores": len(rows)})
+            return _write_pairs(path, found, key, rows, cfg.pairs, ranker.name)
         if done < len(lacking):
             log.warning(
-                "%d of %d prompts have no score yet: give the command again to ask for them once more",
+                "%d of %d prompts have no scores yet: run the command again to retry them",
                 *(len(lacking) - done, len(lacking)),
             )
         else:
-            log.info("this process's share is done; the last process to finish writes %s", path)
+            log.info("this process has finished its share; the last one to finish writes %s", path)
         return None
 
 
-def _write(
+def _write_pairs(
     path: Path,
     found: AnswerSets,
     key: Mapping[str, object],
@@ -347,20 +352,24 @@ def _write(
     rules: PairRules,
     ranker: str,
 ) -> Path:
-    """Writes the pairs and their account. UserError when there is none."""
+    """Builds the pairs and writes them with their sidecar.
+
+    Raises:
+        UserError: there are no pairs.
+    """
     scores: dict[str, dict[int, ScoreRow]] = {}
     for row in rows:
         scores.setdefault(row["id"], {})[row["draw"]] = row
     counts: Counter[str] = Counter(found.counts)
-    pairs = [pair for one in found.sets for pair in pairs_of(one, scores[one.id], rules, ranker, counts)]
-    told = "; ".join(f"{what}: {count}" for what, count in counts.items() if count)
+    pairs = [pair for one in found.sets for pair in build_pairs(one, scores[one.id], rules, ranker, counts)]
+    reasons = "; ".join(f"{what}: {count}" for what, count in counts.items() if count)
     if not pairs:
-        raise UserError(f"no pair can be made of the answers to {len(found.sets)} prompts: {told}")
+        raise UserError(f"no pairs can be built from the answers to {len(found.sets)} prompts: {reasons}")
     whole = json.loads(json.dumps({**identify(key), "pairs": asdict(rules) | {"take": rules.take.value}}))
-    before = read_account(path.with_suffix(".json")).get(KEY)
+    before = read_sidecar(path.with_suffix(".json")).get(KEY)
     if isinstance(before, Mapping):
         for name, was, now in find_differences(identify(before), whole):
-            log.warning("%s stands on %s %s, this command has %s: it is made anew", path, name, was, now)
+            log.warning("%s was built with %s %s, now it is %s: building it again", path, name, was, now)
     write_atomically(path, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs))
     facts = {
         KEY: whole,
@@ -373,16 +382,16 @@ def _write(
         "versions": package_versions(),
     }
     write_atomically(path.with_suffix(".json"), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-    log.info("%d pairs of %d prompts in %s, ranked by %s; %s", len(pairs), found.prompts, path, ranker, told)
+    log.info("%d pairs from %d prompts in %s, ranked by %s; %s", len(pairs), found.prompts, path, ranker, reasons)
     return path
 
 
-def pairs_of(
+def build_pairs(
     found: AnswerSet, scores: Mapping[int, ScoreRow], rules: PairRules, ranker: str, counts: Counter[str]
 ) -> list[dict[str, object]]:
-    """Returns the rows of a prompt's pairs, in the format that ``data.path`` reads, widest gap first.
+    """Builds one prompt's pairs, in the format that ``data.path`` reads, with the widest gap first.
 
-    Adds to ``counts``.
+    Updates ``counts``.
     """
     reasons = [row.get("reason", "") for row in scores.values() if row["score"] is None]
     if reasons:
@@ -390,12 +399,12 @@ def pairs_of(
         counts[f"{UNRANKED}, {reasons[0]}"] += 1
         return []
     value = {draw: row["score"] or 0.0 for draw, row in scores.items()}
-    # Of equal scores the order is drawn by a digest, so that no place among the draws is preferred.
+    # A digest breaks ties, so that no draw index is preferred.
     order = sorted(found.answers, key=lambda one: (-value[one.draw], digest([found.id, one.draw])))
     couples = {
-        Take.BEST_WORST: [(order[0], order[-1])],
-        Take.BEST_REST: [(order[0], other) for other in reversed(order[1:])],
-        Take.ALL: [(one, other) for place, one in enumerate(order) for other in order[place + 1 :]],
+        PairSelection.BEST_WORST: [(order[0], order[-1])],
+        PairSelection.BEST_REST: [(order[0], other) for other in reversed(order[1:])],
+        PairSelection.ALL: [(one, other) for place, one in enumerate(order) for other in order[place + 1 :]],
     }[rules.take]
     made = []
     for better, worse in sorted(couples, key=lambda two: value[two[1].draw] - value[two[0].draw]):

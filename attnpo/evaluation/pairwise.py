@@ -1,8 +1,8 @@
-"""Two answers compared by the label logits of a judge, in both orders, for any benchmark that has a baseline.
+"""Pairwise comparison of answers in both orders by a judge's label logits, for any benchmark with a baseline.
 
-The wording is a judge template as AttentionPO's own judge reads it (``text.judge_template``, ``configs/judge/*.txt``),
-put into one user message. A model on this machine (``grader=local``) and a served one that gives log-probabilities
-answer alike.
+The prompt is a judge template in the format of AttentionPO's own judge (``text.judge_template``,
+``configs/judge/*.txt``), sent as one user message. It works with a local model (``grader=local``) and with a server
+that returns log-probabilities.
 """
 
 import math
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from attnpo.config.named_files import find_file
-from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer, Question, Replies, first_turn, match_answers
+from attnpo.evaluation.base import Benchmark, ModelAnswer, Question, Replies, RoundScores, first_turn, match_answers
 from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.judge.prompts import JudgeTemplate, question_text
 from attnpo.schema import Message, Sampling, UserError, check_at_least, digest
@@ -25,16 +25,16 @@ MODEL_FIRST, MODEL_SECOND = "model first", "model second"
 ORDERS = (MODEL_FIRST, MODEL_SECOND)
 
 MISSING = "comparisons without a reply"
-NO_VERDICT = "replies that give neither label"
-OTHER_TOKEN = "replies whose likeliest token is no label"
+NO_VERDICT = "replies with neither label"
+OTHER_TOKEN = "replies whose most likely token is not a label"
 FIRST_TWICE = "questions where both orders prefer the answer shown first"
 SECOND_TWICE = "questions where both orders prefer the answer shown second"
 TIES = "ties"
 
 
 @dataclass(frozen=True)
-class Contest:
-    """One question, the model's answer and the rival's."""
+class Comparison:
+    """Two answers to one question: the model's, and a rival such as the baseline's."""
 
     item: str
     question: str
@@ -44,13 +44,13 @@ class Contest:
 
 @dataclass(frozen=True)
 class PairwiseRules:
-    """Rules for showing two answers and reading verdicts.
+    """Rules for presenting two answers to the judge and reading its verdicts.
 
-    ``template_file``: text with {question}, {answer_a} and {answer_b}. ``labels``: the letters of the first and the
-    second answer. ``strip``: show answers without blanks at their ends. ``top_logprobs``: how many likeliest tokens a
-    served judge is asked for; a label that is not among them counts as impossible.
+    ``template_file``: text with {question}, {answer_a} and {answer_b}. ``labels``: labels of the first and the second
+    answer. ``strip``: remove leading and trailing whitespace from answers. ``top_logprobs``: number of most likely
+    tokens to request from a served judge; a label that is not among them has probability 0.
 
-    Nothing is cut: a prompt that is too long for the judge is a failed call.
+    Prompts are never truncated: one that is too long for the judge is a failed call.
     """
 
     template_file: str = "judge/pairwise.txt"
@@ -61,45 +61,49 @@ class PairwiseRules:
     def __post_init__(self) -> None:
         check_at_least("benchmark.pairwise", 1, top_logprobs=self.top_logprobs)
         if self.labels[0] == self.labels[1]:
-            raise UserError(f"benchmark.pairwise.labels: expected two that differ, got {self.labels[0]} twice")
+            raise UserError(f"benchmark.pairwise.labels must be two different labels, got {self.labels[0]} twice")
 
     @cached_property
     def template(self) -> JudgeTemplate:
-        """Returns the wording. Raises UserError when it cannot be read or lacks a placeholder."""
+        """Reads the judge template.
+
+        Raises:
+            UserError: it cannot be read or lacks a placeholder.
+        """
         return JudgeTemplate.from_file(find_file(self.template_file, "benchmark.pairwise.template_file"))
 
-    def versions(self) -> dict[str, object]:
-        """Returns what decides calls and values beside the answers."""
+    def fingerprint(self) -> dict[str, object]:
+        """Returns everything except the answers that can change calls or preferences."""
         return {"template": digest(self.template.text), "labels": list(self.labels), "strip": self.strip}
 
-    def calls(self, benchmark: str, round_: int, contests: Iterable[Contest]) -> list[GradingCall]:
-        """Returns two calls per contest: the model's answer first, then second."""
-        return [self._call(benchmark, round_, contest, part) for contest in contests for part in ORDERS]
+    def grading_calls(self, benchmark: str, round_: int, comparisons: Iterable[Comparison]) -> list[GradingCall]:
+        """Returns two calls per comparison: with the model's answer first, and second."""
+        return [self._make_call(benchmark, round_, comparison, part) for comparison in comparisons for part in ORDERS]
 
-    def _call(self, benchmark: str, round_: int, contest: Contest, part: str) -> GradingCall:
-        # An empty answer is one blank, as AttentionPO's judge shows it.
-        shown = [(text.strip() if self.strip else text) or " " for text in (contest.answer, contest.rival)]
+    def _make_call(self, benchmark: str, round_: int, comparison: Comparison, part: str) -> GradingCall:
+        # An empty answer becomes one space, as for AttentionPO's judge.
+        shown = [(text.strip() if self.strip else text) or " " for text in (comparison.answer, comparison.rival)]
         first, second = shown if part == MODEL_FIRST else reversed(shown)
-        text = self.template.render(contest.question, first, second).text
+        text = self.template.render(comparison.question, first, second).text
         return GradingCall(
             benchmark=benchmark,
-            item=contest.item,
+            item=comparison.item,
             part=part,
             round=round_,
             messages=(Message(role="user", content=text),),
             max_tokens=1,
             top_logprobs=self.top_logprobs,
             labels=self.labels,
-            compared=(contest.question, first, second),
+            compared=(comparison.question, first, second),
         )
 
     def preferences(self, items: Sequence[str], replies: Replies) -> "Preferences":
-        """Returns what the replies say of each item. An item counts only when both of its orders have a verdict."""
+        """Computes the judge's preference for each item; items need verdicts in both orders."""
         found = {(call.item, call.part): reply for call, reply in replies.items()}
         counts: Counter[str] = Counter()
         values = np.full(len(items), math.nan)
         for index, item in enumerate(items):
-            leans = [self._lean(found.get((item, part)), counts) for part in ORDERS]
+            leans = [self._label_preference(found.get((item, part)), counts) for part in ORDERS]
             first, second = leans
             if first is None or second is None:
                 continue
@@ -108,24 +112,23 @@ class PairwiseRules:
             counts += Counter({FIRST_TWICE: int(min(first, second) > 0), SECOND_TWICE: int(max(first, second) < 0)})
         return Preferences(tuple(items), values, {reason: count for reason, count in counts.items() if count})
 
-    def _lean(self, reply: GradingReply | None, counts: Counter[str]) -> float | None:
-        """Returns how far a reply leans to the answer shown first, from -1 to 1; None without a verdict.
+    def _label_preference(self, reply: GradingReply | None, counts: Counter[str]) -> float | None:
+        """Returns P(first) - P(second) for the answers in the order shown, from -1 to 1; None without a verdict.
 
-        That is P(first) - P(second).
-        The probabilities are those of the two labels alone. It is odd in the exchange of the labels, so that what both
-        orders say together does not depend on which answer is called the model's.
+        The probabilities are normalized over the two labels. Swapping the labels flips the sign, so that the result
+        over both orders does not depend on which answer is treated as the model's.
         """
         if reply is None:
             counts[MISSING] += 1
             return None
         if reply.logprobs is None:
-            said = reply.text.strip()
-            counts[OTHER_TOKEN] += said not in self.labels
-            if said not in self.labels:
+            label = reply.text.strip()
+            counts[OTHER_TOKEN] += label not in self.labels
+            if label not in self.labels:
                 counts[NO_VERDICT] += 1
                 return None
-            return 1.0 if said == self.labels[0] else -1.0
-        first, second = (_of_label(reply.logprobs, label) for label in self.labels)
+            return 1.0 if label == self.labels[0] else -1.0
+        first, second = (_label_logprob(reply.logprobs, label) for label in self.labels)
         counts[OTHER_TOKEN] += max(reply.logprobs.values(), default=-math.inf) > max(first, second)
         if max(first, second) == -math.inf:
             counts[NO_VERDICT] += 1
@@ -133,20 +136,17 @@ class PairwiseRules:
         return 1.0 if second == -math.inf else -1.0 if first == -math.inf else math.tanh((first - second) / 2)
 
 
-def _of_label(logprobs: Mapping[str, float], label: str) -> float:
-    """Returns the log-probability of a label.
-
-    Of a served judge's tokens that differ by blanks around it, the likeliest.
-    """
+def _label_logprob(logprobs: Mapping[str, float], label: str) -> float:
+    """Returns the log-probability of a label, or of its most likely variant with surrounding whitespace."""
     near = (value for text, value in logprobs.items() if text.strip() == label)
     return logprobs[label] if label in logprobs else max(near, default=-math.inf)
 
 
 @dataclass(frozen=True)
 class Preferences:
-    """Judge's probability that the model's answer is better, averaged over both orders; NaN without both.
+    """Judge's probability that the model's answer is better, averaged over both orders; NaN if a verdict is missing.
 
-    ``counts``: replies that are missing or say nothing, ties, questions whose two orders prefer the same place.
+    ``counts``: missing replies, replies without a verdict, ties, and questions where both orders prefer one position.
     """
 
     items: tuple[str, ...]
@@ -155,88 +155,92 @@ class Preferences:
 
     @property
     def weights(self) -> Float[np.ndarray, " items"]:
-        """Returns 1 for an item with a value, else 0."""
+        """Returns 1 for items with a value and 0 for others."""
         return np.asarray(np.isfinite(self.values), dtype=float)
 
     @property
     def percent(self) -> Float[np.ndarray, " items"]:
-        """Returns the values in percent."""
+        """Returns the probabilities in percent."""
         return 100 * self.values
 
     @property
     def win_rate(self) -> float:
-        """Returns the mean in percent, NaN where no item has a value."""
+        """Returns the mean probability in percent; NaN if no item has a value."""
         found = self.percent[np.isfinite(self.values)]
         return float(found.mean()) if len(found) else math.nan
 
 
 @runtime_checkable
-class WithBaseline(Benchmark, Protocol):
-    """Benchmark with an answer to compare with for each of its questions, which have one turn."""
+class BaselineBenchmark(Benchmark, Protocol):
+    """Benchmark of single-turn questions with a baseline answer to each."""
 
     def baseline_answers(self) -> Mapping[str, str]:
-        """Returns the baseline's answer to each question, by its id."""
+        """Returns the baseline's answer to each question, by question id."""
 
 
 @dataclass(frozen=True)
 class PairwiseBenchmark:
-    """Questions and the baseline of a benchmark (``of``), judged by label logits in place of its own protocol."""
+    """Variant of the benchmark ``of`` that compares answers with its baseline by label logits."""
 
-    of: WithBaseline
+    of: BaselineBenchmark
     pairwise: PairwiseRules = field(default_factory=PairwiseRules)
 
     @property
     def name(self) -> str:
-        """Returns the name of the benchmark with ``_labels``."""
+        """Returns the benchmark's name with the suffix ``_labels``."""
         return f"{self.of.name}_labels"
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns one figure: the mean probability of the model's answer being better, in percent."""
+        """Returns one name: the win rate is the mean probability, in percent, that the model's answer is better."""
         return ("win_rate",)
 
     @property
     def sampling(self) -> Sampling:
-        """Returns the benchmark's."""
+        """Returns the sampling settings of the underlying benchmark."""
         return self.of.sampling
 
     def questions(self) -> Sequence[Question]:
-        """Returns the benchmark's. UserError for questions of several turns."""
+        """Returns the questions of the underlying benchmark.
+
+        Raises:
+            UserError: a question has several turns.
+        """
         found = self.of.questions()
         several = [question.id for question in found if len(question.turns) > 1]
         if several:
             raise UserError(
-                f"benchmark {self.name}: question {several[0]} has several turns, a comparison shows one; use "
-                f"benchmark={self.of.name}"
+                f"benchmark {self.name}: question {several[0]} has several turns, but only single turns can be "
+                f"compared; use benchmark={self.of.name}"
             )
         return found
 
-    def versions(self) -> dict[str, object]:
-        """Returns the benchmark's, and the wording."""
-        return {"of": self.of.versions(), "pairwise": self.pairwise.versions()}
+    def fingerprint(self) -> dict[str, object]:
+        """Returns the fingerprints of the underlying benchmark and of the comparison rules."""
+        return {"of": self.of.fingerprint(), "pairwise": self.pairwise.fingerprint()}
 
-    def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Returns two calls per question."""
+    def grading_calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
+        """Returns two calls per question, one for each order of the answers."""
         questions = self.questions()
         given = match_answers(self.name, questions, answers)
         rivals = self.of.baseline_answers()
         missing = [question.id for question in questions if question.id not in rivals]
         if missing:
             raise UserError(
-                f"benchmark {self.name}: the baseline has no answer to {len(missing)} of {len(questions)} questions "
-                f"(first: {missing[0]}); give a complete file of its answers"
+                f"benchmark {self.name}: the baseline has no answers to {len(missing)} of {len(questions)} questions "
+                f"(first: {missing[0]}); use a complete file of its answers"
             )
-        contests = [
-            Contest(question.id, question_text(first_turn(question)), answer.turns[0], rivals[question.id])
+        comparisons = [
+            Comparison(question.id, question_text(first_turn(question)), answer.turns[0], rivals[question.id])
             for question, answer in zip(questions, given, strict=True)
         ]
-        return self.pairwise.calls(self.name, round_, contests)
+        return self.pairwise.grading_calls(self.name, round_, comparisons)
 
-    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """Returns the win rate of one round's answers."""
+    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
+        """Computes the win rate of one round's answers."""
         items = [question.id for question in self.questions() if question.id in answers]
         found = self.pairwise.preferences(items, replies)
-        return Graded(
+        return RoundScores(
             questions=found.items,
             scores={"win_rate": found.win_rate},
             values={"win_rate": found.percent},

@@ -1,4 +1,4 @@
-"""Who ranks answers: a judge that compares two at a time, a reward model, a column of the data."""
+"""Rankers that score answers: a judge with pairwise comparisons, a reward model, or a column of the data."""
 
 import logging
 import math
@@ -14,7 +14,7 @@ import torch
 from attnpo.evaluation.chat import Grader, GradingCall
 from attnpo.evaluation.local_chat import read_chat
 from attnpo.evaluation.pairs import AnswerSet, ScoreRow, score_rows, unranked_rows
-from attnpo.evaluation.pairwise import Contest, PairwiseRules
+from attnpo.evaluation.pairwise import Comparison, PairwiseRules
 from attnpo.evaluation.session import GradingLimits
 from attnpo.judge.prompts import question_text
 from attnpo.models.spec import DTYPES
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 1024  # prompts whose comparisons are asked before their scores are written
+AT_ONCE = 1024  # prompts that are compared before their scores are written
 REWARDS_AT_ONCE = 64  # prompts whose rewards are computed before they are written
 
 
 @dataclass(frozen=True)
 class JudgeRanker:
-    """Judge compares every two answers to a prompt in both orders; an answer's score is its mean chance to win.
+    """Ranker that compares all pairs of answers in both orders; an answer's score is its mean win probability.
 
-    Probabilities of the two labels, as ``evaluation.pairwise`` reads them: K answers take K (K - 1) prompts of the
-    judge. A reply is kept as it comes and never asked for twice. A prompt with a comparison that has no verdict in both
-    orders is left unranked. Calls that failed are asked again by a repeated command, or count as no verdict with
-    ``give_up``. In a job of several processes ``limits`` hold for each.
+    Probabilities come from the two labels, see ``evaluation.pairwise``; K answers need K (K - 1) judge calls. Replies
+    are stored as they arrive and never requested twice. A prompt is left unranked if any comparison lacks a verdict. A
+    repeated command retries failed calls; with ``give_up`` they count as missing verdicts instead. With several
+    processes, ``limits`` apply to each.
     """
 
     grader: Grader
@@ -48,64 +48,65 @@ class JudgeRanker:
 
     def __post_init__(self) -> None:
         if self.limits.max_items is not None:
-            raise UserError("ranker.limits.max_items is for benchmarks: choose rows with answers.rows")
+            raise UserError("ranker.limits.max_items is only for benchmarks: select rows with answers.rows instead")
 
     @property
     def name(self) -> str:
-        """Returns the judge's model."""
+        """Returns "judge" with the grader's model."""
         named = getattr(self.grader, "path", None) or getattr(self.grader, "model", None)
         return f"judge {named or type(self.grader).__name__}"
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
-        """Returns the grader and the wording."""
+        """Returns the grader's identity and the comparison rules."""
         if not self.limits.dry_run:
             self.grader.check_ready()
         self.limits.check_price(self.grader)
-        return {"kind": "judge", "grader": self.grader.identity(), "pairwise": self.pairwise.versions()}
+        return {"kind": "judge", "grader": self.grader.identity(), "pairwise": self.pairwise.fingerprint()}
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
-        """Yields scores of sets whose comparisons all have verdicts; none in a dry run, which says what all take."""
+        """Yields scores of sets whose comparisons are all answered; a dry run only logs a cost estimate."""
         from attnpo.evaluation.jsonl_store import ReplyStore
         from attnpo.evaluation.session import ask_all
 
         rank, processes = rank_and_world_size()
         own = folder / "grades" if processes == 1 else folder / f"grades-part{rank}"
         if self.limits.dry_run:
-            ask_all(self._calls(sets), self.grader, ReplyStore(own), self.limits)
+            ask_all(self._grading_calls(sets), self.grader, ReplyStore(own), self.limits)
             return
         own.mkdir(exist_ok=True)
         store = ReplyStore(own)
         for start in range(0, len(sets), AT_ONCE):
             some = sets[start : start + AT_ONCE]
-            found = ask_all(self._calls(some), self.grader, store, self.limits)
+            found = ask_all(self._grading_calls(some), self.grader, store, self.limits)
             lacking = {call.item for call in (*found.left, *({} if self.give_up else found.failures))}
-            ready = [one for one in some if not any(item.item in lacking for item in contests(one))]
+            ready = [one for one in some if not any(item.item in lacking for item in list_comparisons(one))]
             if found.failures and not self.give_up:
                 log.warning(
-                    "ranker.give_up=true leaves prompts whose calls fail unranked, and makes pairs of the others"
+                    "to leave prompts with failed calls unranked and build pairs from the others, set "
+                    "ranker.give_up=true"
                 )
-            items = [item.item for one in ready for item in contests(one)]
+            items = [item.item for one in ready for item in list_comparisons(one)]
             verdicts = self.pairwise.preferences(items, found.replies)
-            told = "; ".join(f"{what}: {count}" for what, count in verdicts.counts.items())
-            log.info("%d comparisons in both orders%s", len(items), f"; {told}" if told else "")
+            reasons = "; ".join(f"{what}: {count}" for what, count in verdicts.counts.items())
+            log.info("%d comparisons in both orders%s", len(items), f"; {reasons}" if reasons else "")
             chances = dict(zip(verdicts.items, verdicts.values.tolist(), strict=True))
-            yield [row for one in ready for row in _by_chances(one, chances)]
+            yield [row for one in ready for row in _score_by_win_rate(one, chances)]
 
-    def _calls(self, sets: Sequence[AnswerSet]) -> list[GradingCall]:
-        return [call for one in sets for call in self.pairwise.calls("pair", 0, contests(one))]
+    def _grading_calls(self, sets: Sequence[AnswerSet]) -> list[GradingCall]:
+        return [call for one in sets for call in self.pairwise.grading_calls("pair", 0, list_comparisons(one))]
 
 
-def contests(found: AnswerSet) -> list[Contest]:
-    """Returns every two answers of a set."""
+def list_comparisons(found: AnswerSet) -> list[Comparison]:
+    """Returns one comparison for every two answers of a set."""
     question = question_text(found.prompt)
     return [
-        Contest(f"{found.id}/{one.draw}-{other.draw}", question, one.text, other.text)
+        Comparison(f"{found.id}/{one.draw}-{other.draw}", question, one.text, other.text)
         for one, other in combinations(found.answers, 2)
     ]
 
 
-def _by_chances(found: AnswerSet, chances: dict[str, float]) -> list[ScoreRow]:
-    """Returns an answer's mean chance to win over the others."""
+def _score_by_win_rate(found: AnswerSet, chances: dict[str, float]) -> list[ScoreRow]:
+    """Scores each answer by its mean win probability against the others."""
     won = {one.draw: 0.0 for one in found.answers}
     for one, other in combinations(found.answers, 2):
         chance = chances[f"{found.id}/{one.draw}-{other.draw}"]
@@ -118,10 +119,10 @@ def _by_chances(found: AnswerSet, chances: dict[str, float]) -> list[ScoreRow]:
 
 @dataclass(frozen=True)
 class RewardRanker:
-    """Reward model: a causal model with one output for sequences, read at the last token of each conversation.
+    """Ranker with a reward model: a causal sequence-classification model with one output, read at the last token.
 
-    ``chat_template`` is a Jinja text or a path to one, for tokenizers that bring none. A prompt with a conversation of
-    more than ``max_length`` tokens, or one that the chat template refuses, is left unranked.
+    ``chat_template``: Jinja text or path, for tokenizers without one. A prompt is left unranked if a conversation has
+    more than ``max_length`` tokens or is rejected by the chat template.
     """
 
     path: str
@@ -137,11 +138,11 @@ class RewardRanker:
 
     @property
     def name(self) -> str:
-        """Returns the model."""
+        """Returns "reward" with the model's path."""
         return f"reward {self.path}"
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
-        """Returns weights, number format, chat format, lengths."""
+        """Returns fingerprints of weights, dtype, chat format and length limit."""
         from attnpo.models.loading import weights_fingerprint
 
         return {
@@ -157,7 +158,7 @@ class RewardRanker:
         return read_chat(self.path, self.revision, self.chat_template, "ranker")
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
-        """Rewards; the model is loaded with the first set."""
+        """Yields rewards in batches of prompts; the model is loaded only if there is a set to score."""
         from attnpo.models.loading import load_model
 
         if not sets:
@@ -200,22 +201,26 @@ class RewardRanker:
 
 @dataclass(frozen=True)
 class ColumnRanker:
-    """Number in a column of the answers' rows; a prompt with an answer that has none is left unranked."""
+    """Ranker that reads scores from a data column; a prompt is left unranked if an answer has no number there."""
 
     column: str
     higher_is_better: bool = True
 
     @property
     def name(self) -> str:
-        """Returns the column."""
+        """Returns "column" with the column's name."""
         return f"column {self.column}"
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
-        """Returns the column, its direction and its values. UserError where no row has it."""
+        """Returns the column's name, direction and values.
+
+        Raises:
+            UserError: no row has the column.
+        """
         values = [[answer.extra.get(self.column) for answer in one.answers] for one in sets]
         if all(value is None for each in values for value in each):
             there = ", ".join(sets[0].answers[0].extra)
-            raise UserError(f"ranker.column={self.column}: no answer has a number there; columns found: {there}")
+            raise UserError(f"ranker.column={self.column}: no answer has a value in this column; columns: {there}")
         return {
             "kind": "column",
             "column": self.column,
@@ -224,19 +229,19 @@ class ColumnRanker:
         }
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
-        """Yields the numbers, with the sign that makes the better one higher."""
+        """Yields the column's numbers, negated if lower is better."""
         sign = 1.0 if self.higher_is_better else -1.0
         rows: list[ScoreRow] = []
         for one in sets:
-            values = [_number(answer.extra.get(self.column)) for answer in one.answers]
+            values = [_parse_number(answer.extra.get(self.column)) for answer in one.answers]
             numbers = [sign * value for value in values if value is not None]
             whole = len(numbers) == len(values)
             rows += score_rows(one, numbers) if whole else unranked_rows(one, f"no number in column {self.column}")
         yield rows
 
 
-def _number(value: object) -> float | None:
-    """Returns a finite number of a row, text from a CSV file included; None for anything else."""
+def _parse_number(value: object) -> float | None:
+    """Converts a value, possibly text from a CSV file, to a finite number; returns None for anything else."""
     try:
         number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except ValueError:

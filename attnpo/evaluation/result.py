@@ -1,4 +1,4 @@
-"""``evaluation.json`` of an evaluation, written last: read, written, and as tables with each spread apart."""
+"""Reads and writes ``evaluation.json``, the result of an evaluation, and formats it as tables."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ RESULT = "evaluation.json"
 
 @dataclass(frozen=True)
 class AnswerLengths:
-    """Lengths of the answers: means over questions (all turns) and rounds, and the share cut at the most tokens."""
+    """Mean length of an answer (all turns) over questions and rounds, and the share cut at the token limit."""
 
     tokens: float
     characters: float
@@ -28,10 +28,10 @@ class AnswerLengths:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """One model on one benchmark. ``label`` is what tables call the model; ``main`` the score that counts.
+    """Result of one model on one benchmark. ``label``: the model's name in tables; ``main``: name of the main score.
 
-    ``key``: all that decided the numbers, flat enough to be compared. ``counts``: what was missing or replaced, by
-    reason. ``cost``: calls, input_tokens, output_tokens, dollars, seconds.
+    ``key``: all settings and digests that determine the numbers. ``counts``: number of missing or replaced verdicts,
+    by reason. ``cost``: calls, input_tokens, output_tokens, dollars, seconds.
     """
 
     label: str
@@ -47,7 +47,7 @@ class EvaluationResult:
     table: tuple[Mapping[str, object], ...] = ()
 
     def score(self, name: str) -> BenchmarkScore | None:
-        """Returns the score of a name."""
+        """Returns the score called ``name``; None if there is no such score."""
         return next((score for score in self.scores if score.name == name), None)
 
     def write(self, folder: Path) -> None:
@@ -56,16 +56,17 @@ class EvaluationResult:
 
 
 def read_result(folder: Path) -> EvaluationResult | None:
-    """Returns the result in an evaluation's folder; None where it is not finished.
+    """Reads the result in an evaluation's folder; returns None if the evaluation is not finished.
 
-    UserError for a file that was changed.
+    Raises:
+        UserError: the file is damaged, was edited, or comes from another version.
     """
     path = folder / RESULT
     if not path.is_file():
         return None
     values = read_record(path)
     if values is None:
-        raise UserError(f"{path} is damaged or was edited: delete it and give the command of the evaluation again")
+        raise UserError(f"{path} is damaged or was edited: delete it and run the evaluation again")
     try:
         lengths, scores = values.pop("lengths"), values.pop("scores")
         return EvaluationResult(
@@ -75,7 +76,7 @@ def read_result(folder: Path) -> EvaluationResult | None:
         )
     except (KeyError, TypeError, AttributeError) as problem:
         raise UserError(
-            f"{path} is of another version of attnpo ({problem!r}): delete it and give the evaluation's command again"
+            f"{path} was written by another version of attnpo ({problem!r}): delete it and run the evaluation again"
         ) from problem
 
 
@@ -83,31 +84,31 @@ NONE = "-"
 DIGITS = 2
 DIRECTIONS = {True: "", False: " (lower is better)", None: " (no direction)"}
 NOTE = (
-    "rounds: half width of the interval of the mean over rounds of generation, 1.96 s / sqrt(n) (t: by "
-    "Student's t); questions: 95 % over questions; grading: standard deviation of the mean from grading the same "
-    "answers again. Two models differ only beyond "
-    "1.96 sqrt(a^2 + b^2) of their grading spreads"
+    "rounds: half width of the 95 % interval of the mean over rounds of generation, 1.96 s / sqrt(n) (t: with "
+    "Student's t); questions: 95 % interval over questions; grading: standard deviation of the mean when the same "
+    "answers are graded again. A difference between two models counts only if it exceeds 1.96 sqrt(a^2 + b^2), where "
+    "a and b are their grading spreads"
 )
 
 
 def result_sections(result: EvaluationResult) -> list[Section]:
-    """Returns the tables of one result."""
-    rows = [_row(score) for score in result.scores]
+    """Returns one result as tables for the terminal and reports."""
+    rows = [_score_row(score) for score in result.scores]
     blocks = [TableBlock(["score", "mean", "rounds", "questions", "grading", "n"], rows, digits={"mean": DIGITS})]
     sections = [Section(f"{result.label} on {result.benchmark}", [*blocks, Paragraph(NOTE)])]
     if result.table:
         columns = list(dict.fromkeys(name for row in result.table for name in row))
-        sections.append(Section("In parts", [TableBlock(columns, [_cells(row) for row in result.table])]))
-    sections.append(Section("What it stands on", list(_account(result))))
+        sections.append(Section("Breakdown", [TableBlock(columns, [_table_cells(row) for row in result.table])]))
+    sections.append(Section("Details", list(_result_details(result))))
     return sections
 
 
-def _cells(row: object) -> dict[str, Cell]:
+def _table_cells(row: object) -> dict[str, Cell]:
     values = dict(row) if isinstance(row, dict) else {}
     return {str(name): value if isinstance(value, int | float | str) else str(value) for name, value in values.items()}
 
 
-def _row(score: BenchmarkScore) -> list[Cell]:
+def _score_row(score: BenchmarkScore) -> list[Cell]:
     low, high = score.interval or (None, None)
     interval = NONE if low is None or high is None else f"[{format_fixed(low, DIGITS)}, {format_fixed(high, DIGITS)}]"
     grading = NONE if score.grading is None else format_fixed(score.grading, DIGITS)
@@ -119,22 +120,22 @@ def _row(score: BenchmarkScore) -> list[Cell]:
 
 
 def rounds_text(score: BenchmarkScore, digits: int) -> str:
-    """Returns both half widths over rounds, ``± 1.57 (t 3.45)``, the second by Student's t; empty for one round."""
+    """Formats both half widths over rounds as ``± 1.57 (t 3.45)``, the second by Student's t; empty for one round."""
     normal, student = half_widths(score.rounds)
     if normal is None or student is None:
         return ""
     return f"± {format_fixed(normal, digits)} (t {format_fixed(student, digits)})"
 
 
-def _account(result: EvaluationResult) -> Iterator[KeyValues]:
-    told: dict[str, Cell] = {"model": result.model, "grader": result.grader or "none"}
+def _result_details(result: EvaluationResult) -> Iterator[KeyValues]:
+    details: dict[str, Cell] = {"model": result.model, "grader": result.grader or "none"}
     if result.lengths is not None:
         lengths = result.lengths
-        told["mean answer"] = (
+        details["mean answer"] = (
             f"{lengths.tokens:.0f} tokens ({lengths.tokenizer}), {lengths.characters:.0f} characters, "
-            f"{lengths.cut:.1%} cut at the most tokens"
+            f"{lengths.cut:.1%} cut at the token limit"
         )
-    told |= {f"counted: {reason}": count for reason, count in sorted(result.counts.items()) if count}
-    whole = {name: int(value) if float(value).is_integer() else value for name, value in result.cost.items()}
-    told |= {f"cost: {name.replace('_', ' ')}": value for name, value in whole.items()}
-    yield KeyValues(told)
+    details |= {f"count: {reason}": count for reason, count in sorted(result.counts.items()) if count}
+    costs = {name: int(value) if float(value).is_integer() else value for name, value in result.cost.items()}
+    details |= {f"cost: {name.replace('_', ' ')}": value for name, value in costs.items()}
+    yield KeyValues(details)

@@ -1,7 +1,7 @@
-"""Models behind OpenAI-compatible servers: the client that asks them, and what their replies hold.
+"""Client for OpenAI-compatible servers, and parsing of their replies.
 
-Requests, back-off with jitter and ``Retry-After`` are the openai client's. A reply that is no completion (a proxy's
-page, half a text) is made an error of the connection, so that the client repeats it like any other.
+The openai client handles requests, back-off with jitter and ``Retry-After``. A reply that is not a completion (a
+proxy's page, a truncated body) is turned into a connection error, so that the client retries it.
 """
 
 import json
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_KEY = "none"  # the client wants one, and would else take OPENAI_API_KEY to a server that it is not meant for
+NO_KEY = "none"  # the client requires a key, and would otherwise send OPENAI_API_KEY to any server
 REFUSED = "the server's model refused"
 CALLS = "tool calls in place of a text"
-ESCAPED = "lone surrogates, which no file can hold, are written as \\u escapes"
+ESCAPED = "lone surrogates, which cannot be stored, were replaced by \\u escapes"
 WITHOUT_TEXT = ("length", "content_filter", "tool_calls", "function_call")  # finish reasons that explain an empty text
-MOST_TOKENS = 2**53  # of a count that can be one
+MOST_TOKENS = 2**53  # larger token counts are invalid
 
 _P = ParamSpec("_P")
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Server's reply to one request.
+    """Parsed server reply to one request.
 
-    ``missing``: why it holds no text, None where it does or where the text is just empty. ``escaped``: it had lone
-    surrogates, which are written as their escapes now. A token count is None where the server gives none that can be.
-    ``logprobs``: the first token's likeliest texts, None where there are none or they were not to be read.
+    ``missing``: reason why there is no text; None if there is one, or if the model wrote an empty one. ``escaped``:
+    lone surrogates were replaced by escapes. Token counts are None if the server reports no valid ones. ``logprobs``:
+    log-probabilities of the most likely first tokens; None if there are none or they were not requested.
     """
 
     text: str
@@ -54,20 +54,20 @@ class Completion:
 
 
 def open_client(base_url: str, key: str, timeout: float, retries: int, connections: int) -> "openai.OpenAI":
-    """Opens a client whose tries, ``retries`` after the first, end after ``timeout`` seconds each, whatever arrives."""
+    """Opens a client with up to ``retries`` retries, whose attempts each end after ``timeout`` seconds in total."""
     import openai
     from httpx2 import Limits
 
-    # A try that was given up holds its connection as long as its server sends, so that the pool has no upper bound.
+    # An abandoned attempt keeps its connection while its server sends, so the pool has no upper limit.
     limits = Limits(max_connections=None, max_keepalive_connections=connections)
-    hooks = {"response": [_refuse_other_than_completions]}
+    hooks = {"response": [_reject_non_completions]}
     client = openai.DefaultHttpxClient(event_hooks=hooks, limits=limits, timeout=timeout)
-    client.send = _within(timeout, client.send)  # type: ignore[method-assign]
+    client.send = _limit_total_time(timeout, client.send)  # type: ignore[method-assign]
     return openai.OpenAI(api_key=key, base_url=base_url, timeout=timeout, max_retries=retries, http_client=client)
 
 
-def _within(seconds: float, send: Callable[_P, "httpx2.Response"]) -> Callable[_P, "httpx2.Response"]:
-    """Bounds the time of a whole reply: a read timeout begins anew with every byte that a server sends."""
+def _limit_total_time(seconds: float, send: Callable[_P, "httpx2.Response"]) -> Callable[_P, "httpx2.Response"]:
+    """Limits the total time of a reply, because a read timeout restarts with every byte received."""
     from httpx2 import ReadTimeout
 
     def send_in_time(*args: _P.args, **kwargs: _P.kwargs) -> "httpx2.Response":
@@ -76,20 +76,20 @@ def _within(seconds: float, send: Callable[_P, "httpx2.Response"]) -> Callable[_
         def work() -> None:
             try:
                 whole.set_result(send(*args, **kwargs))
-            except BaseException as problem:  # noqa: BLE001  raised where the reply is awaited
+            except BaseException as problem:  # noqa: BLE001  raised again in the waiting thread
                 whole.set_exception(problem)
 
         Thread(target=work, name="one try", daemon=True).start()
         try:
             return whole.result(seconds)
         except TimeoutError:
-            raise ReadTimeout(f"no whole reply within {seconds:g} s") from None
+            raise ReadTimeout(f"no complete reply within {seconds:g} s") from None
 
     return send_in_time
 
 
-def _refuse_other_than_completions(response: "httpx2.Response") -> None:
-    """Raises an error of the connection for a reply that says it is a completion and is not."""
+def _reject_non_completions(response: "httpx2.Response") -> None:
+    """Raises a connection error for a successful response that is not a completion."""
     from httpx2 import DecodingError
 
     if not response.is_success or response.request.url.path.endswith("/models"):
@@ -100,37 +100,42 @@ def _refuse_other_than_completions(response: "httpx2.Response") -> None:
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         complete = False
     if not complete:
-        raise DecodingError(f"no completion: {response.text[:80]!r}", request=response.request)
+        raise DecodingError(f"not a completion: {response.text[:80]!r}", request=response.request)
 
 
 def read_completion(response: "httpx2.Response", logprobs: bool = False) -> Completion:
-    """Reads a reply that the client let through. Raises ValueError for a part of it that is of another type."""
+    """Parses a reply.
+
+    Raises:
+        ValueError: a field has the wrong type.
+    """
     body = response.json()
     choice = body["choices"][0]
     message, usage = choice["message"], body.get("usage")
-    given = _text("message.content", _join(message.get("content")))
-    finish_reason = escape(_text("finish_reason", choice.get("finish_reason")) or "stop")
+    given = _check_text("message.content", _join_text_parts(message.get("content")))
+    finish_reason = escape_surrogates(_check_text("finish_reason", choice.get("finish_reason")) or "stop")
     likely: dict[str, float] = {}
     try:
         first = ((choice.get("logprobs") or {}).get("content") or [{}])[0] if logprobs else {}
         for entry in first.get("top_logprobs") or ():
-            likely.setdefault(escape(entry["token"]), entry["logprob"])  # the likeliest of those that show as one text
+            # Keeps the most likely of tokens with the same text.
+            likely.setdefault(escape_surrogates(entry["token"]), entry["logprob"])
     except (LookupError, TypeError, AttributeError) as problem:
-        raise ValueError(f"the reply's logprobs: expected texts with numbers, got {shorten(choice)}") from problem
+        raise ValueError(f"the reply's logprobs must be texts with numbers, got {shorten(choice)}") from problem
     return Completion(
-        text=escape(given),
+        text=escape_surrogates(given),
         finish_reason=finish_reason,
-        model=escape(_text("model", body.get("model"))),
-        missing=None if given else _missing(message, finish_reason),
-        escaped=escape(given) != given,
-        input_tokens=_count(usage, "prompt_tokens"),
-        output_tokens=_count(usage, "completion_tokens"),
+        model=escape_surrogates(_check_text("model", body.get("model"))),
+        missing=None if given else _explain_missing_text(message, finish_reason),
+        escaped=escape_surrogates(given) != given,
+        input_tokens=_read_token_count(usage, "prompt_tokens"),
+        output_tokens=_read_token_count(usage, "completion_tokens"),
         logprobs=likely or None,
     )
 
 
-def _missing(message: Mapping[str, Json], finish_reason: str) -> str | None:
-    """Says why a message holds no text; None where the model wrote an empty one."""
+def _explain_missing_text(message: Mapping[str, Json], finish_reason: str) -> str | None:
+    """Returns the reason why a message has no text; None if the model wrote an empty one."""
     if message.get("refusal"):
         return REFUSED
     if message.get("tool_calls") or message.get("function_call"):
@@ -139,8 +144,8 @@ def _missing(message: Mapping[str, Json], finish_reason: str) -> str | None:
     return None if ended else f"no text, finish reason {finish_reason}"
 
 
-def _join(content: Json) -> Json:
-    """Joins a list of text parts; anything else stays."""
+def _join_text_parts(content: Json) -> Json:
+    """Joins a list of text parts; returns anything else unchanged."""
     if not isinstance(content, list):
         return content
     texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type", "text") == "text"]
@@ -148,34 +153,34 @@ def _join(content: Json) -> Json:
     return "".join(whole) if len(whole) == len(content) else content
 
 
-def _text(name: str, value: Json) -> str:
+def _check_text(name: str, value: Json) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"the reply's {name}: expected a text, got {shorten(value)}")
+        raise ValueError(f"the reply's {name} must be text, got {shorten(value)}")
     return value
 
 
-def _count(usage: Json, name: str) -> int | None:
-    """Returns a server's count of tokens; None unless it is a whole number of at least 0."""
+def _read_token_count(usage: Json, name: str) -> int | None:
+    """Returns a token count reported by the server; None unless it is a non-negative integer."""
     count = usage.get(name) if isinstance(usage, dict) else None
     whole = isinstance(count, int) and not isinstance(count, bool) and 0 <= count < MOST_TOKENS
     return count if whole else None  # type: ignore[return-value]
 
 
-def escape(text: str) -> str:
-    """Writes lone surrogates as their escapes."""
+def escape_surrogates(text: str) -> str:
+    """Replaces lone surrogates by their escape sequences."""
     return text.encode(errors="backslashreplace").decode()
 
 
-def describe(problem: Exception) -> str:
-    """Says a problem in one line, with the cause of a broken connection."""
+def describe_request_error(problem: Exception) -> str:
+    """Describes an error in one line, including the cause of a connection error."""
     cause = f" ({problem.__cause__})" if problem.__cause__ is not None and str(problem.__cause__) else ""
     return mask_credentials(" ".join(f"{problem}{cause}".split()))[:300]
 
 
-def warn_of(address: str, notes: Iterable[str]) -> None:
-    """Counts what was noted of single replies in the log."""
+def log_notes(address: str, notes: Iterable[str]) -> None:
+    """Logs a warning for each kind of note on single replies, with its count."""
     for note, count in Counter(notes).items():
         log.warning("%s: %d replies: %s", redact(address), count, note)
 
@@ -184,12 +189,12 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def in_threads(
+def map_in_threads(
     function: Callable[[_Item], _Result], items: Iterable[_Item], workers: int
 ) -> Iterator[tuple[_Item, _Result]]:
-    """Yields each item with ``function(item)``, in the order in which they are done; pulls one when a thread is free.
+    """Yields each item with ``function(item)`` in order of completion; pulls an item only when a thread is free.
 
-    The threads do not keep the process alive: an executor's would, so that Ctrl-C waited for answers.
+    Unlike an executor's, the threads are daemons, so that Ctrl-C does not wait for pending replies.
     """
     todo: SimpleQueue[_Item | None] = SimpleQueue()
     done: SimpleQueue[tuple[_Item, Future[_Result]]] = SimpleQueue()
@@ -199,7 +204,7 @@ def in_threads(
             future: Future[_Result] = Future()
             try:
                 future.set_result(function(item))
-            except BaseException as problem:  # noqa: BLE001  raised where the results are taken
+            except BaseException as problem:  # noqa: BLE001  raised again when the result is read
                 future.set_exception(problem)
             done.put((item, future))
 

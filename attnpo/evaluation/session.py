@@ -1,4 +1,4 @@
-"""Asks a grader what a store does not hold yet, within limits, and counts what that may cost."""
+"""Sends grading calls that have no stored reply yet, within limits, and estimates their cost."""
 
 import logging
 import math
@@ -14,20 +14,20 @@ from attnpo.schema import UserError, check_at_least
 
 log = logging.getLogger(__name__)
 
-LOG_EVERY = 10.0  # seconds between two lines on the progress
-NAMED = 3  # problems named in the log
+LOG_EVERY = 10.0  # seconds between progress lines
+NAMED = 3  # problems listed in the log
 ADDED = 32
-"""Input tokens that a chat template adds to a call at most: marks of turns, and dates as Llama 3.1's has them."""
+"""Upper bound on the input tokens that a chat template adds: turn markers, and dates as in Llama 3.1."""
 
 
 @dataclass(frozen=True)
 class GradingLimits:
-    """Bounds of grading; None: no bound.
+    """Limits on grading; None means no limit.
 
-    ``max_cost`` (dollars) and ``max_calls`` hold for all replies in an evaluation's folder, those of earlier commands
-    included, so that giving a command again spends nothing more. What a service charges for requests that brought no
-    reply (timeouts) is not known here. ``max_failed``: more failures in a row end the command. ``dry_run``: nothing is
-    asked. ``max_items`` is for who makes the calls: only so many questions of a benchmark, the first ones.
+    ``max_cost`` (dollars) and ``max_calls`` apply to all replies in an evaluation's folder, including those of earlier
+    commands, so repeating a command spends nothing more. Charges for requests without a reply (timeouts) are unknown
+    and not counted. ``max_failed``: number of consecutive failures after which the command stops. ``dry_run``: only
+    estimate the cost. ``max_items``: use only the first questions of a benchmark; applied where calls are built.
     """
 
     max_cost: float | None = None
@@ -41,24 +41,28 @@ class GradingLimits:
         check_at_least("limits", 1, max_items=self.max_items)
 
     def check_price(self, grader: Grader) -> None:
-        """Raises UserError for a budget in dollars where the price of the grader's tokens is not known."""
+        """Checks that a limit in dollars comes with a known token price.
+
+        Raises:
+            UserError: ``max_cost`` is set and the grader's price is unknown.
+        """
         if self.max_cost is not None and not grader.price.known:
             raise UserError(
-                f"limits.max_cost={self.max_cost:g} needs the price of the grader's tokens, which is not known: give "
+                f"limits.max_cost={self.max_cost:g} needs the grader's token price, which is unknown: set "
                 "grader.price_model=MODEL grader.price_input=DOLLARS grader.price_output=DOLLARS (per million tokens), "
-                "or bound the calls with limits.max_calls"
+                "or limit the calls with limits.max_calls"
             )
 
 
 class InputCount(NamedTuple):
-    """Input tokens of a call before it is made; ``is_bound``: it has no more than these, by the bytes of its text."""
+    """Input tokens of a call; ``is_bound`` marks an upper bound from the bytes of its text."""
 
     tokens: int
     is_bound: bool
 
     @classmethod
-    def of(cls, call: GradingCall, grader: Grader) -> "InputCount":
-        """Counts by the grader's tokenizer; without it the bytes of the text are an upper bound."""
+    def for_call(cls, call: GradingCall, grader: Grader) -> "InputCount":
+        """Counts with the grader's tokenizer, or takes the bytes of the text as an upper bound."""
         count = grader.count_tokens(call)
         if count is not None:
             return cls(count, False)
@@ -67,10 +71,10 @@ class InputCount(NamedTuple):
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """Estimate of a grading session: ``calls`` in all, ``stored`` of them answered already, the rest counted in tokens.
+    """Cost estimate of a grading session with ``calls`` calls, of which ``stored`` already have a reply.
 
-    ``most_output_tokens`` is an upper bound, the sum of the calls' ``max_tokens``; ``dollars`` is the most it costs,
-    None where the price is not known. ``method``: how the input tokens were counted.
+    The other fields cover the remaining calls. ``most_output_tokens``: upper bound, the sum of their ``max_tokens``;
+    ``dollars``: maximum cost, None if the price is unknown; ``method``: how the input tokens were counted.
     """
 
     calls: int
@@ -80,28 +84,27 @@ class CostEstimate:
     dollars: float | None
     method: str
 
-    @property
-    def rest(self) -> str:
-        """Returns what is to be asked, for readers."""
-        cost = "the price of its tokens is not known" if self.dollars is None else f"at most {dollars(self.dollars)}"
+    def describe_cost(self) -> str:
+        """Returns tokens and dollars of the remaining calls as text."""
+        cost = "token price unknown" if self.dollars is None else f"at most {format_dollars(self.dollars)}"
         return (
             f"{self.input_tokens:,} input tokens ({self.method}), at most {self.most_output_tokens:,} output tokens "
             f"(upper bound from max_tokens); {cost}"
         )
 
     def __str__(self) -> str:
-        """Returns one line for the log."""
+        """Returns a one-line summary for the log."""
         new = self.calls - self.stored
-        return f"{self.calls} grading calls, {self.stored} of them stored, {new} to ask: {self.rest}"
+        return f"{self.calls} grading calls, {self.stored} already stored, {new} to send: {self.describe_cost()}"
 
 
 @dataclass(frozen=True)
 class SessionResult:
     """Result of a grading session.
 
-    ``replies`` holds stored and new ones. ``failures``: the problem of each call that got none. ``left``: calls that
-    were not made because a limit was reached, ``stopped`` names it, ``ahead`` is what they would take. ``spent``:
-    dollars for the ``made`` calls of this command that were answered; ``seconds`` is its time.
+    ``replies``: stored and new replies. ``failures``: the problem of each failed call. ``left``: calls not sent
+    because the limit ``stopped`` was reached, with ``ahead`` as their cost estimate. ``made``, ``spent`` and
+    ``seconds``: new replies of this command, their cost in dollars, and its duration.
     """
 
     replies: Mapping[GradingCall, GradingReply]
@@ -114,20 +117,19 @@ class SessionResult:
     seconds: float = 0.0
 
     @property
-    def models(self) -> dict[str, int]:
-        """Returns how many replies each model gave, by the name that the replies state."""
+    def replies_by_model(self) -> dict[str, int]:
+        """Returns the number of replies per model, by the name reported in the replies."""
         return dict(Counter(reply.model for reply in self.replies.values() if reply.model))
 
     @property
-    def whole(self) -> bool:
-        """Returns whether every call has its reply."""
+    def is_complete(self) -> bool:
+        """Returns whether every call has a reply."""
         return not self.failures and not self.left
 
     def cost(self, price: Price) -> dict[str, float]:
-        """Returns what all replies took, stored ones included: calls, tokens, dollars where known, seconds of calls.
+        """Sums up all replies, stored ones included: calls, tokens, dollars (if the price is known), seconds.
 
-        ``estimated_calls``, where there are any, came without an account: of these, tokens and dollars are what was set
-        aside for them.
+        ``estimated_calls``: number of replies without token counts, if any; they enter with the amount reserved.
         """
         given = self.replies.values()
         tokens = sum(reply.input_tokens for reply in given), sum(reply.output_tokens for reply in given)
@@ -136,35 +138,37 @@ class SessionResult:
             "calls": float(len(given)),
             "input_tokens": float(tokens[0]),
             "output_tokens": float(tokens[1]),
-            **({"dollars": price.of(*tokens)} if price.known else {}),
+            **({"dollars": price.cost(*tokens)} if price.known else {}),
             **({"estimated_calls": float(estimated)} if estimated else {}),
             "seconds": math.fsum(reply.seconds for reply in given),
         }
 
 
-def estimate(calls: Iterable[GradingCall], grader: Grader, store: ReplyStore) -> CostEstimate:
-    """Returns what ``ask_all`` would take, before the first call."""
+def estimate_cost(calls: Iterable[GradingCall], grader: Grader, store: ReplyStore) -> CostEstimate:
+    """Estimates the cost of ``ask_all`` without sending any call."""
     wanted, identity = list(dict.fromkeys(calls)), grader.identity()
-    lacking = {call: InputCount.of(call, grader) for call in wanted if store.reply(call, identity) is None}
-    return _estimate(lacking, len(wanted), grader.price)
+    lacking = {call: InputCount.for_call(call, grader) for call in wanted if store.reply(call, identity) is None}
+    return _make_estimate(lacking, len(wanted), grader.price)
 
 
 def ask_all(
     calls: Iterable[GradingCall], grader: Grader, store: ReplyStore, limits: GradingLimits | None = None
 ) -> SessionResult:
-    """Returns the replies to ``calls``: those that are stored, and the rest asked for and stored as they come.
+    """Collects the replies to ``calls``: reads stored ones, sends the others, and stores replies as they arrive.
 
-    Equal calls are asked once. At a limit it stops and says what is left. Interrupted, it leaves a whole store.
+    Equal calls are sent once. When a limit is reached, the session stops and logs what is left. An interruption leaves
+    the store intact.
 
     Raises:
-        UserError: more than ``limits.max_failed`` calls failed in a row, ``max_cost`` without a price, another process
-            works on the store, or whatever the grader says no repetition will mend (a wrong key, an unknown model).
+        UserError: more than ``limits.max_failed`` consecutive calls failed, ``max_cost`` is set without a known price,
+            another process is writing to the store, or the grader reports a permanent error (a wrong key, an unknown
+            model).
     """
     limits = limits or GradingLimits()
     limits.check_price(grader)
     wanted = list(dict.fromkeys(calls))
     if limits.dry_run:
-        ahead, stored = estimate(wanted, grader, store), _find_stored(wanted, grader.identity(), store)
+        ahead, stored = estimate_cost(wanted, grader, store), _find_stored(wanted, grader.identity(), store)
         log.info("limits.dry_run: %s", ahead)
         left = tuple(call for call in wanted if call not in stored)
         return SessionResult(stored, left=left, stopped="limits.dry_run", ahead=ahead)
@@ -173,17 +177,19 @@ def ask_all(
 
 
 class _Session:
-    """One command's asking: what is to be asked, in flight, spent, failed.
+    """State of one command's grading: calls to send, calls in flight, cost and failures. Not thread-safe.
 
-    A call fits when what was spent, the most that those in flight can cost and the most that it can cost are together
-    within ``limits.max_cost``. The most: its counted input and ``max_tokens`` of output. Not for several threads.
+    A call is admitted if the amount spent, the maximum cost of the calls in flight and its own maximum cost together
+    stay within ``limits.max_cost``. The maximum cost assumes ``max_tokens`` of output.
     """
 
     def __init__(self, wanted: list[GradingCall], grader: Grader, store: ReplyStore, limits: GradingLimits) -> None:
         self.wanted, self.grader, self.store, self.limits = wanted, grader, store, limits
         self.identity = identity = grader.identity()
         self.price = grader.price
-        self.counted = {call: InputCount.of(call, grader) for call in wanted if store.reply(call, identity) is None}
+        self.counted = {
+            call: InputCount.for_call(call, grader) for call in wanted if store.reply(call, identity) is None
+        }
         self.todo = deque(self.counted)
         before = store.replies(self.identity)
         self.replied, self.spent = len(before), math.fsum(self._cost(reply) for reply in before)
@@ -192,48 +198,48 @@ class _Session:
         self.models: set[str] = set()
         self.stopped: str | None = None
         self.answered = self.in_a_row = 0
-        self.began = self.said = time.monotonic()
+        self.began = self.logged = time.monotonic()
 
     def run(self) -> SessionResult:
-        """Asks until nothing is left, or nothing fits."""
+        """Sends calls until none is left or the next exceeds a limit."""
         spent, replied = self.spent, self.replied
         if self.todo:
-            log.info("%s", _estimate(self.counted, len(self.wanted), self.price))
+            log.info("%s", _make_estimate(self.counted, len(self.wanted), self.price))
         asking = True
-        while self.todo and asking:  # what did not fit beside calls in flight may fit after them
+        while self.todo and asking:  # a call that did not fit next to those in flight may fit after them
             asking = False
-            for call, found in self.grader.ask(self._find_admitted()):
+            for call, found in self.grader.ask(self._admit_calls()):
                 asking = True
-                self._settle(call, found)
+                self._record_outcome(call, found)
         left = {call: self.counted[call] for call in self.todo}
         asked = SessionResult(
             replies=_find_stored(self.wanted, self.identity, self.store),
             failures=self.failures,
             left=tuple(left),
             stopped=self.stopped if left else None,
-            ahead=_estimate(left, len(left), self.price) if left else None,
+            ahead=_make_estimate(left, len(left), self.price) if left else None,
             spent=self.spent - spent,
             made=self.replied - replied,
             seconds=time.monotonic() - self.began,
         )
-        self._report(asked)
+        self._log_summary(asked)
         return asked
 
     def _cost(self, reply: GradingReply) -> float:
-        return self.price.of(reply.input_tokens, reply.output_tokens)
+        return self.price.cost(reply.input_tokens, reply.output_tokens)
 
-    def _find_admitted(self) -> Iterator[GradingCall]:
-        """Takes calls from the front of those to ask while they fit; ``stopped`` says which bound ended it."""
+    def _admit_calls(self) -> Iterator[GradingCall]:
+        """Yields calls from the queue while they fit; sets ``stopped`` to the limit that ends this."""
         while self.todo:
-            most = self.price.of(self.counted[self.todo[0]].tokens, self.todo[0].max_tokens)
-            self.stopped = self._bound(most)
+            most = self.price.cost(self.counted[self.todo[0]].tokens, self.todo[0].max_tokens)
+            self.stopped = self._find_reached_limit(most)
             if self.stopped is not None:
                 return
             call = self.todo.popleft()
             self.flying[call] = most
             yield call
 
-    def _bound(self, most: float) -> str | None:
+    def _find_reached_limit(self, most: float) -> str | None:
         max_cost, max_calls = self.limits.max_cost, self.limits.max_calls
         if max_calls is not None and self.replied + len(self.flying) >= max_calls:
             return f"limits.max_calls={max_calls}"
@@ -241,10 +247,11 @@ class _Session:
             return f"limits.max_cost={max_cost:g}"
         return None
 
-    def _settle(self, call: GradingCall, found: GradingReply | GradingFailure) -> None:
-        """Keeps what a call came back with. UserError where too many in a row have failed.
+    def _record_outcome(self, call: GradingCall, found: GradingReply | GradingFailure) -> None:
+        """Stores the reply or failure of a call; a reply without token counts gets the amount reserved for it.
 
-        What was set aside for a call stands, as tokens too, where the grader gave no account of them.
+        Raises:
+            UserError: too many consecutive calls failed.
         """
         del self.flying[call]
         problem = found.problem if isinstance(found, GradingFailure) else found.problem()
@@ -259,54 +266,54 @@ class _Session:
             self.replied += 1
             self.answered += 1
             self.in_a_row = 0
-            self._note_model(found.model)
+            self._warn_new_model(found.model)
         now = time.monotonic()
-        if now - self.said >= LOG_EVERY:
-            self.said = now
-            self._say(now - self.began)
+        if now - self.logged >= LOG_EVERY:
+            self.logged = now
+            self._log_progress(now - self.began)
         if self.in_a_row > self.limits.max_failed:
             raise UserError(
-                f"{self.in_a_row} grading calls in a row failed (limits.max_failed={self.limits.max_failed}), the last "
-                f"with: {problem}; the {self._done} replies so far are stored, the same command goes on from there"
+                f"{self.in_a_row} grading calls in a row failed (limits.max_failed={self.limits.max_failed}). Last "
+                f"error: {problem}. The {self._reply_count} replies so far are stored: run the same command to continue"
             )
 
     @property
-    def _done(self) -> int:
+    def _reply_count(self) -> int:
         return len(self.wanted) - len(self.counted) + self.answered
 
-    def _note_model(self, model: str) -> None:
+    def _warn_new_model(self, model: str) -> None:
         own = str(self.identity.get("model") or "")
         if model not in ("", own, *self.models):
             self.models.add(model)
             log.warning(
-                "grader.model=%s is answered by %s: grades of other versions of a model are not comparable", own, model
+                "grader.model=%s is answered by %s: grades from different model versions are not comparable", own, model
             )
 
-    def _say(self, seconds: float) -> None:
-        left = len(self.wanted) - self._done - len(self.failures)
+    def _log_progress(self, seconds: float) -> None:
+        left = len(self.wanted) - self._reply_count - len(self.failures)
         pace = seconds / (self.answered + len(self.failures))
-        cost = f", {dollars(self.spent)} spent" if self.price.known else ""
+        cost = f", {format_dollars(self.spent)} spent" if self.price.known else ""
         failed = f", {len(self.failures)} failed" if self.failures else ""
-        log.info("grading: %d of %d%s%s, %.0f s left", self._done, len(self.wanted), failed, cost, pace * left)
+        log.info("grading: %d of %d%s%s, %.0f s left", self._reply_count, len(self.wanted), failed, cost, pace * left)
 
-    def _report(self, asked: SessionResult) -> None:
-        """Says what came of asking, where anything was asked or is missing."""
+    def _log_summary(self, asked: SessionResult) -> None:
+        """Logs new replies, failures and the limit that was reached, if any."""
         if asked.failures:
             reasons = Counter(asked.failures.values()).most_common()
             named = "; ".join(f"{count} times: {reason}" for reason, count in reasons[:NAMED])
             more = f"; and {len(reasons) - NAMED} other reasons" if len(reasons) > NAMED else ""
             log.warning("%d grading calls failed: %s%s", len(asked.failures), named, more)
         if asked.stopped is not None:
-            spent = f", {dollars(self.spent)} spent in all" if self.price.known else ""
-            left = len(asked.left), asked.ahead.rest if asked.ahead else ""
-            log.warning("%s is reached%s; raise it to ask the %d calls that are left: %s", asked.stopped, spent, *left)
+            spent = f", {format_dollars(self.spent)} spent in total" if self.price.known else ""
+            left = len(asked.left), asked.ahead.describe_cost() if asked.ahead else ""
+            log.warning("%s reached%s; raise it to send the remaining %d calls: %s", asked.stopped, spent, *left)
         if asked.made:
-            log.info("grading: %d calls in %.0f s, %d replies in all", asked.made, asked.seconds, len(asked.replies))
+            log.info("grading: %d calls in %.0f s, %d replies in total", asked.made, asked.seconds, len(asked.replies))
         estimated = sum(reply.estimated for reply in asked.replies.values())
         if estimated:
             log.warning(
-                "%d of %d replies had no token counts (usage): their cost is an upper estimate, from counted input and "
-                "the maximum output",
+                "%d of %d replies have no token counts (usage): their cost is an upper estimate from input counts and "
+                "maximum output",
                 *(estimated, len(asked.replies)),
             )
 
@@ -318,19 +325,19 @@ def _find_stored(
     return {call: reply for call, reply in found if reply is not None}
 
 
-def _estimate(counted: Mapping[GradingCall, InputCount], wanted: int, price: Price) -> CostEstimate:
+def _make_estimate(counted: Mapping[GradingCall, InputCount], wanted: int, price: Price) -> CostEstimate:
     tokens = sum(count.tokens for count in counted.values())
     most = sum(call.max_tokens for call in counted)
-    cost = price.of(tokens, most) if price.known else None
+    cost = price.cost(tokens, most) if price.known else None
     bounded = sum(count.is_bound for count in counted.values())
     method = "counted by the grader's tokenizer"
     if bounded == len(counted) > 0:
-        method = "an upper bound, the bytes of the text; grader.tokenizer=FOLDER counts them"
+        method = "upper bound from the bytes of the text; set grader.tokenizer=FOLDER for exact counts"
     elif bounded:
-        method += f", {bounded} calls that its chat template refuses bounded by the bytes of their text"
+        method += f"; upper bound from bytes for {bounded} calls that its chat template rejects"
     return CostEstimate(wanted, wanted - len(counted), tokens, most, cost, method)
 
 
-def dollars(amount: float) -> str:
-    """Returns an amount for readers: cents, or two digits of what is below one."""
+def format_dollars(amount: float) -> str:
+    """Formats an amount in dollars to the cent, or to two significant digits if it is below one cent."""
     return f"${amount:.2f}" if amount >= 0.01 or amount == 0 else f"${amount:.2g}"

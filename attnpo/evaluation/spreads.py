@@ -1,4 +1,4 @@
-"""Three spreads of a figure: over questions, over rounds of generation, and from grading the same answers again."""
+"""Three spreads of a score: over questions, over rounds of generation, and from grading the same answers again."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,21 +6,21 @@ from statistics import stdev
 
 import numpy as np
 
-from attnpo.evaluation.base import BenchmarkScore, Graded, ModelAnswer, Replies
+from attnpo.evaluation.base import BenchmarkScore, ModelAnswer, Replies, RoundScores
 from attnpo.evaluation.intervals import t_quantile
 
 DRAWS = 2000
 """Resamples of the questions."""
 EXCHANGES = 24
-"""Ways of exchanging first grades for second ones, where a figure is no weighted mean of its questions' values."""
+"""Number of random exchanges of first for second grades, for scores that are not weighted means over questions."""
 LEVEL = 0.95
 NORMAL = 1.96
 
 
 def half_widths(rounds: Sequence[float]) -> tuple[float | None, float | None]:
-    """Returns the 95 % half widths of a mean over n rounds: 1.96 s / sqrt(n), the paper's, and Student's t.
+    """Returns the 95 % half widths of a mean over n rounds: 1.96 s / sqrt(n), as in the paper, and with Student's t.
 
-    s is taken with n - 1. None for a single round, which has no spread.
+    s is the sample standard deviation (n - 1). Both are None for a single round.
     """
     if len(rounds) < 2:
         return None, None
@@ -29,17 +29,17 @@ def half_widths(rounds: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def grading_noise(one: float, other: float) -> float:
-    """Returns 1.96 sqrt(a^2 + b^2), below which grading again may explain the difference of two figures.
+    """Returns 1.96 sqrt(a^2 + b^2), the largest difference of two scores that grading noise can explain.
 
-    a and b are the standard deviations of grading each of the two again (``grading_spread``).
+    a and b are the standard deviations of the two scores from regrading (``grading_spread``).
     """
     return NORMAL * math.hypot(one, other)
 
 
-def score_of(name: str, rounds: Sequence[Graded], grading: float | None, seed: int = 0) -> BenchmarkScore:
-    """Returns a figure over the rounds of generation.
+def summarize_rounds(name: str, rounds: Sequence[RoundScores], grading: float | None, seed: int = 0) -> BenchmarkScore:
+    """Combines a score over the rounds of generation.
 
-    ``questions`` counts those with a value in any round; all of them where the figure has no values of its own.
+    ``questions``: number of questions with a value in any round, or of all if the score has no per-question values.
     """
     figures = tuple(float(graded.scores[name]) for graded in rounds)
     questions = len(rounds[0].questions)
@@ -56,14 +56,13 @@ def score_of(name: str, rounds: Sequence[Graded], grading: float | None, seed: i
     )
 
 
-def question_interval(name: str, rounds: Sequence[Graded], seed: int = 0) -> tuple[float, float] | None:
-    """Returns the 95 % interval over questions of a figure's mean over rounds.
+def question_interval(name: str, rounds: Sequence[RoundScores], seed: int = 0) -> tuple[float, float] | None:
+    """Returns the 95 % interval over questions of a score's mean over rounds; None if its variation is unknown.
 
-    None where nothing says how it varies over questions.
-
-    Percentiles of a bootstrap in which a drawn question brings its values of every round (arena-hard-auto resamples
-    rows, which is too narrow where a question has several). Where the library that defines the figure states its
-    standard error instead (``Graded.errors``), 1.96 times the mean of the rounds' errors: rounds share their questions.
+    Uses bootstrap percentiles, resampling questions together with their values from all rounds (arena-hard-auto
+    resamples rows, which is too narrow if a question has several). If the library that defines the score reports a
+    standard error instead (``RoundScores.errors``), the half width is 1.96 times the mean error, since rounds
+    share their questions.
     """
     if any(name not in graded.values for graded in rounds):
         errors = [graded.errors[name] for graded in rounds if name in graded.errors]
@@ -81,7 +80,7 @@ def question_interval(name: str, rounds: Sequence[Graded], seed: int = 0) -> tup
     mass = times @ weights.T
     with np.errstate(invalid="ignore"):
         means = (times @ (values * weights).T / mass).mean(axis=1)
-    means = means[np.isfinite(means)]  # a resample may hold no question with a value
+    means = means[np.isfinite(means)]  # a resample may contain no question with a value
     if not means.size:
         return None
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -90,24 +89,24 @@ def question_interval(name: str, rounds: Sequence[Graded], seed: int = 0) -> tup
 
 def grading_spread(
     name: str,
-    first: Graded,
-    again: Graded,
-    exchange: Callable[[frozenset[str]], Graded] | None = None,
+    first: RoundScores,
+    again: RoundScores,
+    exchange: Callable[[frozenset[str]], RoundScores] | None = None,
     seed: int = 0,
 ) -> float | None:
-    """Returns the standard deviation that one grading gives a figure, from questions that were graded twice.
+    """Estimates a score's standard deviation from grading noise, using questions that were graded twice.
 
-    ``first`` holds all questions, ``again`` the second grades of some. For a weighted mean f = sum(w v) / sum(w)
-    a question's part in f moves by e = w2 (v2 - f) - w1 (v1 - f), so that the variance of f over N questions is
-    N mean(e^2) / (2 sum(w)^2). For any other figure ``exchange`` grades anew with the second replies of the given
-    questions: over random halves of the M that have two the figure's variance is a quarter of sum(d^2), which gives
-    2 N / M times it. None with fewer than two such questions.
+    ``first`` covers all questions, ``again`` the second grades of some. For a weighted mean f = sum(w v) / sum(w), a
+    second grading changes a question's contribution by e = w2 (v2 - f) - w1 (v1 - f), so the variance of f over N
+    questions is N mean(e^2) / (2 sum(w)^2). For any other score, ``exchange`` computes it with the second replies of
+    the given questions. Over random halves of the M questions graded twice, its variance is a quarter of sum(d^2),
+    where d are the changes per question; it is therefore scaled by 2 N / M. Returns None if M < 2.
     """
     twice = [place for place, question in enumerate(first.questions) if question in set(again.questions)]
     if len(twice) < 2:
         return None
     if name in first.values and name in again.values:
-        return _of_mean(name, first, again, twice)
+        return _weighted_mean_spread(name, first, again, twice)
     if exchange is None:
         return None
     draws = np.random.default_rng(seed)
@@ -121,7 +120,7 @@ def grading_spread(
     return float(np.sqrt(2 * len(first.questions) / len(names) * np.var(figures, ddof=1)))
 
 
-def _of_mean(name: str, first: Graded, again: Graded, twice: Sequence[int]) -> float | None:
+def _weighted_mean_spread(name: str, first: RoundScores, again: RoundScores, twice: Sequence[int]) -> float | None:
     value, weight = np.nan_to_num(first.values[name]), first.weights[name]
     mass = float(weight.sum())
     if mass <= 0:
@@ -139,12 +138,12 @@ def make_regrader(
     answers: Mapping[str, ModelAnswer],
     first: Replies,
     again: Replies,
-    grade: Callable[[Mapping[str, ModelAnswer], Replies], Graded],
-) -> Callable[[frozenset[str]], Graded]:
-    """Returns a function that grades with the second replies of given questions and the first ones of all others."""
+    grade: Callable[[Mapping[str, ModelAnswer], Replies], RoundScores],
+) -> Callable[[frozenset[str]], RoundScores]:
+    """Builds a function that grades with the second replies for some questions and the first ones for all others."""
     second = {(call.item, call.part): reply for call, reply in again.items()}
 
-    def regrade(questions: frozenset[str]) -> Graded:
+    def regrade(questions: frozenset[str]) -> RoundScores:
         return grade(
             answers,
             {

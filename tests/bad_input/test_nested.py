@@ -8,7 +8,7 @@ import pytest
 
 from attnpo.config.compose import compose
 from attnpo.display.output import read_tables
-from attnpo.evaluation.jsonl_store import ReplyStore, read_account
+from attnpo.evaluation.jsonl_store import ReplyStore, read_sidecar
 from attnpo.run.folders import load_saved_config
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
@@ -31,7 +31,7 @@ def read_replies(file: Path) -> object:
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "an account of answers": read_account,
+    "an account of answers": read_sidecar,
     "grades": read_replies,
     "a study's tables": read_tables,
 }

@@ -163,8 +163,8 @@ TESTBED = {
     "pairs.train=0": "pairs.train and pairs.validation must be >= 1",
     "pairs.temperature=-1": "pairs.temperature at least 0",
     "base.width=33": "base.width must be an even multiple of base.heads",
-    "base.layers=0": "base: expected at least 1 for each of layers, ",
-    "base.heads=0": "base: expected at least 1 for each of layers, ",
+    "base.layers=0": "base: each of layers, ",
+    "base.heads=0": "base: each of layers, ",
     "grammar.p_echo=2": "grammar.p_echo is a share and must lie in [0, 1]",
     "grammar.min_clauses=9": "grammar needs 1 <= min_clauses <= max_clauses",
 }

@@ -57,6 +57,6 @@ def test_answers_that_are_all_equal(attempts: Attempts, record: Record, capsys: 
     capsys.readouterr()
     assert run_entry(pair.main, "pair", words, "", "", complete=lambda cfg: True) == 2
     message = capsys.readouterr().err.removeprefix("error: ").strip()
-    assert "no pair to make (" in message and ": 2" in message and "Traceback" not in message
+    assert "no pairs can be built (" in message and ": 2" in message and "Traceback" not in message
     assert not (attempts.folder / "pairs.jsonl").exists()
     record("attnpo.pair of answers all equal", message, "nothing is ranked")

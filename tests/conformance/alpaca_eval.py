@@ -17,9 +17,9 @@ from attnpo.evaluation.alpaca_library import (
     DISCRETE,
     LENGTH_CONTROLLED,
     RAW,
-    Compared,
-    Rates,
-    library,
+    AlpacaRow,
+    WinRates,
+    import_alpaca_eval,
     read_auxiliary,
     win_rates,
 )
@@ -42,7 +42,7 @@ class NeedsLibrary(Check):
     def run(self) -> Outcome:
         """The outcome; NOT_BUILT with the extra's name where the library is not installed."""
         try:
-            library()
+            import_alpaca_eval()
         except ImportError as error:
             return Outcome(self.name, self.case, Status.NOT_BUILT, note=describe_missing_package(error) or str(error))
         return super().run()
@@ -76,7 +76,7 @@ def _controlled(folder: Path, model: str, expected: Expected, comparison: Compar
 
 
 @cache
-def _rates(folder: Path, model: str) -> Rates:
+def _rates(folder: Path, model: str) -> WinRates:
     """The win rates of one model: texts of the stored lengths stand for its answers, no rate looks at more of them."""
     path = folder / f"{model}.csv"
     try:
@@ -87,7 +87,7 @@ def _rates(folder: Path, model: str) -> Rates:
     auxiliary = sorted(folder.glob("df_gamed*.csv"))
     if len(auxiliary) != 1:
         raise UserError(f"{folder} has {len(auxiliary)} files df_gamed*.csv, expected one")
-    rows = [Compared("", "x" * int(line["len_baseline"]), "x" * int(line["len_model"])) for line in lines]
+    rows = [AlpacaRow("", "x" * int(line["len_baseline"]), "x" * int(line["len_model"])) for line in lines]
     preferences = np.array([float(line["preference"]) for line in lines])
     return win_rates(rows, preferences, read_auxiliary(auxiliary[0], len(rows), str(auxiliary[0])))
 

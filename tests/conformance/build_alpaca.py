@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pandas
 
-from attnpo.evaluation.alpaca_library import library, quiet
+from attnpo.evaluation.alpaca_library import import_alpaca_eval, silence_alpaca_eval
 
 COUNT, SEED = 805, 3
 # Of each model: how good it is, how much an answer of one spread more helps it, and its length beside the baseline's.
@@ -85,9 +85,9 @@ def control_length(
         "generator_2": generator,
         "preference": preference,
     }
-    module = library().metrics.glm_winrate
-    with quiet(), mock.patch.object(module, "hf_hub_download", lambda **asked: str(auxiliary)):
-        found = library().metrics.get_length_controlled_winrate(
+    module = import_alpaca_eval().metrics.glm_winrate
+    with silence_alpaca_eval(), mock.patch.object(module, "hf_hub_download", lambda **asked: str(auxiliary)):
+        found = import_alpaca_eval().metrics.get_length_controlled_winrate(
             pandas.DataFrame(rows), glm_name="length_controlled_v1", save_weights_dir=None
         )
     return {"length_controlled_winrate": float(found["length_controlled_winrate"])}

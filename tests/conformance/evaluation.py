@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config.compose import CONFIG_DIR, instantiate
 from attnpo.evaluation.arena_hard import AGREE, GAME, GAMES, LAST, QUESTION, ArenaHard
-from attnpo.evaluation.base import Graded, Question, Replies
+from attnpo.evaluation.base import Question, Replies, RoundScores
 from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.evaluation.mt_bench import TURNS, MTBench, grade_ratings
 from attnpo.schema import UserError
@@ -122,7 +122,7 @@ def mt_bench(known: Fields, rows: Sequence[Mapping[str, str]], comparison: Compa
         place = (row["question_id"], TURNS[int(row["turn"]) - 1])
         every[_call("mt_bench", *place, repeat)] = last[place] = reply
 
-    def graded(replies: Replies) -> Graded:
+    def graded(replies: Replies) -> RoundScores:
         return grade_ratings(questions, categories, replies)
 
     as_there, once = graded(every), graded({_call("mt_bench", *place): reply for place, reply in last.items()})

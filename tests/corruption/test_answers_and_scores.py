@@ -210,7 +210,7 @@ def test_rows_of_another_model_are_noticed_though_each_is_whole(place: Place, tm
 
 def test_edited_answers_are_taken_as_a_file_of_the_users_own(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     spoil(place.folder / "answers.jsonl", ANSWERS["letters: one in an answer"])
-    assert place.run("pair") == 2 and "copy it to a name of your own" in capsys.readouterr().err
+    assert place.run("pair") == 2 and "copy the file to a new name" in capsys.readouterr().err
     (place.folder / "answers.jsonl").rename(place.folder / "mine.jsonl")
     words = [f"answers.path={place.folder}/mine.jsonl", "pairs.take=all", f"output={place.folder}/mine/pairs.jsonl"]
     assert place.run("pair", *words) == 0
@@ -239,4 +239,4 @@ def test_files_of_an_earlier_version_are_told(
     (place.folder / "pairs.scores.jsonl").unlink()
     with caplog.at_level(logging.INFO):
         assert place.run("pair") == 0, "answers are, and that is said"
-    assert "an earlier version wrote it without digests" in caplog.text
+    assert "was written by an earlier version without digests" in caplog.text

@@ -171,7 +171,7 @@ def test_a_sound_looking_change_of_base_or_pairs_is_found(
 ) -> None:
     caplog.set_level(logging.WARNING)
     told = mended(sound, SEMANTIC[name], tmp_path / "store", caplog)
-    assert told and all("made anew" in line and "\n" not in line for line in told)
+    assert told and all("building it again" in line and "\n" not in line for line in told)
 
 
 # ------------------------------------------------------------------------------------------------ tables
@@ -373,5 +373,5 @@ def test_a_command_on_a_changed_base_or_changed_pairs_weighs_the_true_ones(
     caplog.clear()
     CHANGES[name](*(next((tmp_path / "prepared").glob(f"{kind}-*")) for kind in ("base", "data")))
     assert run_entry(main, "weigh", argv, "description", "example") == 0
-    assert sum("is not as it was built" in line for line in caplog.messages) == 1
+    assert sum("was changed since it was built" in line for line in caplog.messages) == 1
     assert f"weights: {TRAIN + VAL} of {TRAIN + VAL} pairs in the store" in caplog.messages

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config.compose import CONFIG_DIR, instantiate
-from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer, Question
+from attnpo.evaluation.base import Benchmark, ModelAnswer, Question, RoundScores
 from attnpo.evaluation.chat import GradingReply
 from attnpo.schema import UserError
 
@@ -147,14 +147,14 @@ def answers_to(questions: Sequence[Question]) -> dict[str, ModelAnswer]:
     }
 
 
-def graded_with(benchmark: Benchmark, texts: Mapping[tuple[str, str], str]) -> Graded:
+def graded_with(benchmark: Benchmark, texts: Mapping[tuple[str, str], str]) -> RoundScores:
     """The grade where the judge says ``texts`` by (question, part), and nothing of other calls."""
     answers = answers_to(benchmark.questions())
-    calls = {(call.item, call.part): call for call in benchmark.calls(answers, 0)}
+    calls = {(call.item, call.part): call for call in benchmark.grading_calls(answers, 0)}
     return benchmark.grade(answers, {calls[place]: GradingReply(text) for place, text in texts.items()})
 
 
-def check_means(graded: Graded) -> None:
+def check_means(graded: RoundScores) -> None:
     """Each score has to be the weighted mean of its questions' values, NaN and weight 0 going together."""
     for name, score in graded.scores.items():
         values, weights = graded.values[name], graded.weights[name]

@@ -19,7 +19,7 @@ from attnpo.config.compose import CONFIG_DIR, instantiate
 from attnpo.evaluation import alpaca_eval as module
 from attnpo.evaluation import alpaca_library
 from attnpo.evaluation.alpaca_eval import NO_LENGTHS, NO_REPLY, NO_VERDICT, SAME, TEXT_ONLY, AlpacaEval
-from attnpo.evaluation.alpaca_library import DISCRETE, LENGTH_CONTROLLED, RAW, Compared, read_auxiliary, win_rates
+from attnpo.evaluation.alpaca_library import DISCRETE, LENGTH_CONTROLLED, RAW, AlpacaRow, read_auxiliary, win_rates
 from attnpo.evaluation.base import Benchmark, ModelAnswer
 from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.evaluation.jsonl_store import ReplyStore
@@ -124,18 +124,18 @@ def test_calls_and_rates_are_those_of_the_librarys_own_run(reference: str, auxil
     """
     ours = benchmark(reference, auxiliary=auxiliary)
     answers = answered()
-    calls = ours.calls(answers, 0)
+    calls = ours.grading_calls(answers, 0)
     by_prompt = {json.dumps(call.messages, sort_keys=True): chances(call) for call in calls}
 
     def judge(body: dict[str, Any]) -> Reply:
         return Reply("m", logprobs=by_prompt[json.dumps(body["messages"], sort_keys=True)])
 
-    library = alpaca_library.library()
+    library = alpaca_library.import_alpaca_eval()
     outputs = [
         {"instruction": instruction, "output": output, "generator": "mine"}
         for instruction, output in zip(INSTRUCTIONS, OUTPUTS, strict=True)
     ]
-    with Loopback(judge) as server, alpaca_library.quiet():
+    with Loopback(judge) as server, alpaca_library.silence_alpaca_eval():
 
         def annotator(**settings: Any) -> object:
             made = library.annotators.PairwiseAnnotator(**settings)
@@ -178,7 +178,7 @@ def test_calls_and_rates_are_those_of_the_librarys_own_run(reference: str, auxil
 def test_the_order_of_the_answers_is_undone(reference: str) -> None:
     """y is the probability of the label that stands for the model's answer, among the two labels."""
     ours, answers = benchmark(reference), answered()
-    calls = ours.calls(answers, 1)
+    calls = ours.grading_calls(answers, 1)
     shown_first = {call.item: first_shown(call) == OUTPUTS[int(call.item)] for call in calls if call.item != "5"}
     assert set(shown_first.values()) == {True, False}
     graded = ours.grade(answers, replied(calls, lambda call: GradingReply("m", logprobs=chances(call))))
@@ -196,12 +196,12 @@ def test_the_order_of_the_answers_is_undone(reference: str) -> None:
 def test_a_call_has_the_same_name_again_and_another_in_another_round_or_for_another_answer(reference: str) -> None:
     """What a resumed evaluation finds in its store: the order of the answers stays, the round is part of the key."""
     grader: dict[str, object] = {"model": "judge"}
-    first = [call.key(grader) for call in benchmark(reference).calls(answered(), 0)]
-    assert [call.key(grader) for call in benchmark(reference).calls(answered(), 0)] == first
-    later = benchmark(reference).calls(answered(), 1)
+    first = [call.key(grader) for call in benchmark(reference).grading_calls(answered(), 0)]
+    assert [call.key(grader) for call in benchmark(reference).grading_calls(answered(), 0)] == first
+    later = benchmark(reference).grading_calls(answered(), 1)
     assert not set(first) & {call.key(grader) for call in later}
     assert [call.key(grader) for call in (replace(call, round=0) for call in later)] == first, "the same words"
-    changed = benchmark(reference).calls(answered(["Otherwise.", *OUTPUTS[1:]]), 0)
+    changed = benchmark(reference).grading_calls(answered(["Otherwise.", *OUTPUTS[1:]]), 0)
     assert sum(call.key(grader) not in first for call in changed) == 1
 
 
@@ -210,7 +210,7 @@ def test_a_call_has_the_same_name_again_and_another_in_another_round_or_for_anot
 
 def test_a_grader_without_logprobs_counts_by_its_text(reference: str) -> None:
     ours, answers = benchmark(reference), answered()
-    calls = ours.calls(answers, 0)
+    calls = ours.grading_calls(answers, 0)
 
     def prefers_model(call: GradingCall) -> GradingReply:
         return GradingReply(" m\n" if first_shown(call) == OUTPUTS[int(call.item)] else "M")
@@ -222,7 +222,7 @@ def test_a_grader_without_logprobs_counts_by_its_text(reference: str) -> None:
 
 def test_replies_without_a_verdict_are_counted_and_left_out(reference: str) -> None:
     ours, answers = benchmark(reference), answered()
-    calls = ours.calls(answers, 0)
+    calls = ours.grading_calls(answers, 0)
     none = {
         "0": GradingReply("Both", logprobs={"Both": -0.1, "The": -3.0}),
         "1": GradingReply("I think"),
@@ -240,11 +240,11 @@ def test_replies_without_a_verdict_are_counted_and_left_out(reference: str) -> N
 def test_what_has_no_reply_is_left_out_and_counted(reference: str, auxiliary: str) -> None:
     """A length-controlled rate of some rows uses the difficulties of these rows, not of the first ones."""
     ours, answers = benchmark(reference, auxiliary=auxiliary), answered()
-    calls = [call for call in ours.calls(answers, 0) if int(call.item) in (1, 2, 6, 9, 11)]
+    calls = [call for call in ours.grading_calls(answers, 0) if int(call.item) in (1, 2, 6, 9, 11)]
     graded = ours.grade(answers, replied(calls, lambda call: GradingReply("m", logprobs=chances(call))))
     assert graded.questions == ("1", "2", "6", "7", "9", "11") and graded.counts[NO_REPLY] == COUNT - 6
     places = [1, 2, 6, 7, 9, 11]
-    rows = [Compared(INSTRUCTIONS[place], BASELINES[place], OUTPUTS[place]) for place in places]
+    rows = [AlpacaRow(INSTRUCTIONS[place], BASELINES[place], OUTPUTS[place]) for place in places]
     file = Path(auxiliary)
     preferences = graded.values[RAW] / 100 + 1
     assert graded.scores == win_rates(rows, preferences, file, places).scores
@@ -254,7 +254,7 @@ def test_what_has_no_reply_is_left_out_and_counted(reference: str, auxiliary: st
 def test_answers_to_some_questions_are_graded_alone(reference: str, auxiliary: str) -> None:
     """As for the first questions, or for those that are graded twice; a tie elsewhere does not count."""
     ours, answers = benchmark(reference, auxiliary=auxiliary), answered()
-    replies = replied(ours.calls(answers, 0), lambda call: GradingReply("m", logprobs=chances(call)))
+    replies = replied(ours.grading_calls(answers, 0), lambda call: GradingReply("m", logprobs=chances(call)))
     some = {id_: answers[id_] for id_ in ("2", "4", "8", "11")}
     graded = ours.grade(some, {call: reply for call, reply in replies.items() if call.item in some})
     whole = ours.grade(answers, replies)
@@ -276,7 +276,7 @@ def test_a_stopped_evaluation_goes_on_and_asks_every_item_once(
     """Through the grader and the store: a 429, a dropped connection, no JSON; stopped, half a line written."""
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     ours, answers = benchmark(reference), answered()
-    calls = ours.calls(answers, 0)
+    calls = ours.grading_calls(answers, 0)
     by_prompt = {digest(list(call.messages)): chances(call) for call in calls}
     faults = [None, Fault(429, retry_after=0.01), None, Fault(what="drop"), Fault(what="garbage")]
     with Loopback(lambda body: Reply("m", logprobs=by_prompt[digest(body["messages"])]), faults) as server:
@@ -287,7 +287,7 @@ def test_a_stopped_evaluation_goes_on_and_asks_every_item_once(
         with ReplyStore(tmp_path).path.open("a") as file:
             file.write('{"key": "half a li')
         second = ask_all(calls, grader, ReplyStore(tmp_path))
-        assert second.whole and ask_all(calls, grader, ReplyStore(tmp_path)).made == 0
+        assert second.is_complete and ask_all(calls, grader, ReplyStore(tmp_path)).made == 0
     assert set(server.answered.values()) <= {0, 1} and sum(server.answered.values()) == len(calls)
     expected = ours.grade(answers, replied(calls, lambda call: GradingReply("m", logprobs=chances(call))))
     graded = ours.grade(answers, second.replies)
@@ -296,8 +296,8 @@ def test_a_stopped_evaluation_goes_on_and_asks_every_item_once(
 
 def test_a_reply_to_other_answers_is_refused(reference: str) -> None:
     ours = benchmark(reference)
-    old = replied(ours.calls(answered(), 0), lambda call: GradingReply("m"))
-    with pytest.raises(ValueError, match="question 0 is to another prompt"):
+    old = replied(ours.grading_calls(answered(), 0), lambda call: GradingReply("m"))
+    with pytest.raises(ValueError, match="question 0 answers a different prompt"):
         ours.grade(answered(["Otherwise.", *OUTPUTS[1:]]), old)
 
 
@@ -306,7 +306,7 @@ def test_a_reply_to_other_answers_is_refused(reference: str) -> None:
 
 def test_the_baseline_against_itself_is_at_50(reference: str, auxiliary: str) -> None:
     ours, answers = benchmark(reference, auxiliary=auxiliary), answered(BASELINES)
-    assert ours.calls(answers, 0) == []
+    assert ours.grading_calls(answers, 0) == []
     graded = ours.grade(answers, {})
     assert graded.scores == {LENGTH_CONTROLLED: 50, RAW: 50, DISCRETE: 50}
     assert graded.counts == {SAME: COUNT} and graded.errors[LENGTH_CONTROLLED] == 0
@@ -315,7 +315,7 @@ def test_the_baseline_against_itself_is_at_50(reference: str, auxiliary: str) ->
 def test_equal_lengths_are_said_in_the_counts(reference: str, auxiliary: str) -> None:
     ours = benchmark(reference, auxiliary=auxiliary)
     answers = answered(["z" + text[1:] for text in BASELINES])
-    calls = ours.calls(answers, 0)
+    calls = ours.grading_calls(answers, 0)
     graded = ours.grade(answers, replied(calls, lambda call: GradingReply("m", logprobs=chances(call))))
     assert graded.counts == {NO_LENGTHS: 1} and math.isnan(graded.scores[LENGTH_CONTROLLED])
     assert graded.scores[RAW] == approx(np.mean(graded.values[RAW]))
@@ -334,12 +334,12 @@ def test_a_wrong_golden_figure_fails(vectors: Path, tmp_path: Path) -> None:
 
 
 def test_records_name_the_extra_that_is_not_installed(vectors: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alpaca_library.library.cache_clear()
+    alpaca_library.import_alpaca_eval.cache_clear()
     monkeypatch.setitem(sys.modules, "alpaca_eval", None)
     try:
         outcome = next(iter(records(vectors / "evaluation" / "alpaca_eval"))).run()
     finally:
-        alpaca_library.library.cache_clear()
+        alpaca_library.import_alpaca_eval.cache_clear()
     assert outcome.status is Status.NOT_BUILT and "extra `eval`" in outcome.note
 
 
@@ -349,7 +349,7 @@ def test_the_standard_error_is_that_of_resampled_questions(vectors: Path) -> Non
     file = read_auxiliary(golden / "df_gamed_drawn.csv", 805, "drawn")
     table = np.genfromtxt(golden / "close.csv", delimiter=",", names=True)
     preferences = table["preference"]
-    rows = [Compared("", "x" * int(line["len_baseline"]), "x" * int(line["len_model"])) for line in table]
+    rows = [AlpacaRow("", "x" * int(line["len_baseline"]), "x" * int(line["len_model"])) for line in table]
     stated = win_rates(rows, preferences, file).errors[LENGTH_CONTROLLED]
     draws, rates = np.random.default_rng(0), []
     for _ in range(20):
@@ -365,13 +365,13 @@ def test_the_standard_error_is_that_of_resampled_questions(vectors: Path) -> Non
 def test_without_the_auxiliary_file_only_the_raw_rates_and_said_once(
     reference: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "from_hub", lambda file: "the hub is closed")
+    monkeypatch.setattr(module, "download_data_file", lambda file: "the hub is closed")
     ours = benchmark(reference, length_controlled=True)
     with caplog.at_level(logging.WARNING, logger="attnpo"):
         answers = answered()
-        graded = ours.grade(answers, replied(ours.calls(answers, 0), lambda call: GradingReply("m")))
+        graded = ours.grade(answers, replied(ours.grading_calls(answers, 0), lambda call: GradingReply("m")))
         assert ours.scores == (RAW, DISCRETE) == tuple(graded.scores)
-        assert ours.versions()["auxiliary"] is None
+        assert ours.fingerprint()["auxiliary"] is None
     (said,) = [record.getMessage() for record in caplog.records]
     assert "df_gamed.csv" in said and "benchmark.auxiliary" in said and "the hub is closed" in said
 
@@ -380,7 +380,7 @@ def test_without_the_auxiliary_file_only_the_raw_rates_and_said_once(
 def test_the_hubs_cache_serves_offline(reference: str, auxiliary: str) -> None:
     ours = AlpacaEval(sampling=Sampling(), rows=COUNT)
     assert ours.scores[0] == LENGTH_CONTROLLED and len(ours.questions()) == COUNT
-    assert ours.versions() == benchmark(reference, auxiliary=auxiliary).versions()
+    assert ours.fingerprint() == benchmark(reference, auxiliary=auxiliary).fingerprint()
 
 
 def test_auxiliary_files_that_do_not_fit_are_refused(reference: str, auxiliary: str, tmp_path: Path) -> None:
@@ -392,10 +392,10 @@ def test_auxiliary_files_that_do_not_fit_are_refused(reference: str, auxiliary: 
     missing = "benchmark.auxiliary=.*no such file.*hf download tatsu-lab/alpaca_eval df_gamed"
     lines = Path(auxiliary).read_text().splitlines()
     hold_refusal("", missing, tmp_path / "none.csv")
-    hold_refusal("\n".join([*lines[:-1], "12,more,1,1,1,False"]), "13 instructions, the reference set has 12")
-    hold_refusal("\n".join([lines[0], *reversed(lines[1:])]), "by their position")
+    hold_refusal("\n".join([*lines[:-1], "12,more,1,1,1,False"]), "13 instructions, but the reference set has 12")
+    hold_refusal("\n".join([lines[0], *reversed(lines[1:])]), "by position")
     hold_refusal(lines[0].replace("std_delta_len", "length") + "\n1,a,1,1,1,False\n", "no column std_delta_len")
-    hold_refusal("", "is no table")
+    hold_refusal("", "is not a CSV table")
     with pytest.raises(UserError, match="length_controlled=false turns off"):
         benchmark(reference, auxiliary=auxiliary, length_controlled=False)
 
@@ -406,8 +406,8 @@ def test_auxiliary_files_that_do_not_fit_are_refused(reference: str, auxiliary: 
 def test_answers_that_do_not_fit_the_questions_are_named(reference: str) -> None:
     """In what they may not fit, the tests of MT-Bench say."""
     ours, answers = benchmark(reference), answered()
-    with pytest.raises(UserError, match=r"of its 12 questions 2 have no answer \(3, 9\)"):
-        ours.calls({id_: answer for id_, answer in answers.items() if id_ not in ("3", "9")}, 0)
+    with pytest.raises(UserError, match=r"the 12 questions of alpaca_eval: 2 without an answer \(3, 9\)"):
+        ours.grading_calls({id_: answer for id_, answer in answers.items() if id_ not in ("3", "9")}, 0)
 
 
 # ------------------------------------------------------------------------------------------------ the reference set
@@ -430,34 +430,34 @@ def test_reference_files_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch
     path.write_text('[{"instruction": ')
     hold_refusal("is not JSON")
     written(path, {"rows": rows})
-    hold_refusal("reference.json has to be a list, got")
+    hold_refusal("reference.json must be a list, got")
     written(path, rows[:-1])
     hold_refusal("has 11 rows, expected 12.*benchmark.rows=11")
     written(path, [{**rows[0], "generator": "other"}, *rows[1:]])
     hold_refusal("2 generators")
     written(path, [*rows[:-1], "text"])
-    hold_refusal(r"reference.json\[11\] has to be an object, got 'text'")
+    hold_refusal(r"reference.json\[11\] must be an object, got 'text'")
     written(path, [*rows[:-1], {"instruction": "x"}])
-    hold_refusal(r"reference.json\[11\]: output has to be a text, it is missing")
+    hold_refusal(r"reference.json\[11\]: output must be a string, it is missing")
     with pytest.raises(UserError, match="rows must be at least 1"):
         benchmark(str(path), rows=0)
-    monkeypatch.setattr(module, "from_hub", lambda file: "the hub is closed")
+    monkeypatch.setattr(module, "download_data_file", lambda file: "the hub is closed")
     with pytest.raises(
-        UserError, match=r"not given, and the hub does not give .*the hub is closed.*model_outputs.json"
+        UserError, match=r"not set, and .* cannot be downloaded .*the hub is closed.*model_outputs.json"
     ):
         AlpacaEval(sampling=Sampling()).questions()
 
 
 def test_versions_change_with_every_source(reference: str, auxiliary: str, tmp_path: Path) -> None:
-    plain = benchmark(reference).versions()
+    plain = benchmark(reference).fingerprint()
     other = written(tmp_path / "other.json", [{**row, "output": row["output"] + "!"} for row in reference_rows()])
     changed = {
-        "reference": benchmark(other).versions(),
-        "annotator_digest": benchmark(reference, annotator="alpaca_eval_gpt4").versions(),
-        "auxiliary": benchmark(reference, auxiliary=auxiliary).versions(),
+        "reference": benchmark(other).fingerprint(),
+        "annotator_digest": benchmark(reference, annotator="alpaca_eval_gpt4").fingerprint(),
+        "auxiliary": benchmark(reference, auxiliary=auxiliary).fingerprint(),
     }
     assert all(versions[name] != plain[name] for name, versions in changed.items())
-    assert plain["baseline"] == "gpt4_1106_preview" and plain == benchmark(reference).versions()
+    assert plain["baseline"] == "gpt4_1106_preview" and plain == benchmark(reference).fingerprint()
 
 
 def test_the_config_has_the_papers_sampling() -> None:
@@ -474,7 +474,7 @@ def test_the_config_has_the_papers_sampling() -> None:
 def test_an_annotator_that_reads_a_text_works(reference: str) -> None:
     """alpaca_eval_gpt4 has the judge rank model_1 and model_2 in its text; a text it cannot read is no verdict."""
     ours, answers = benchmark(reference, annotator="alpaca_eval_gpt4"), answered()
-    calls = ours.calls(answers, 0)
+    calls = ours.grading_calls(answers, 0)
     assert calls[0].labels == () and calls[0].top_logprobs == 0 and calls[0].temperature == 0
     ranks = "[{'model': 'model_1', 'rank': 1}, {'model': 'model_2', 'rank': 2}]"
     graded = ours.grade(answers, replied(calls, lambda call: GradingReply(ranks if call.item != "0" else "Both!")))
@@ -485,8 +485,8 @@ def test_an_annotator_that_reads_a_text_works(reference: str) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("gpt5", "cannot make this annotator.*evaluators_configs"),
-        ("cohere", "cannot make this annotator.*cohere"),
+        ("gpt5", "cannot load this annotator.*evaluators_configs"),
+        ("cohere", "cannot load this annotator.*cohere"),
         ("alpaca_eval_gpt4_fn", "it needs tool_choice, tools"),
         ("alpaca_farm", "a pool of 13 annotators"),
         ("weighted_alpaca_eval_cot_gpt4_turbo", "more of a reply than its text or its first token"),
@@ -494,7 +494,7 @@ def test_an_annotator_that_reads_a_text_works(reference: str) -> None:
 )
 def test_annotators_that_cannot_be_asked_are_refused(reference: str, name: str, says: str) -> None:
     with pytest.raises(UserError, match=f"benchmark.annotator={name}.*{says}"):
-        benchmark(reference, annotator=name).calls(answered(), 0)
+        benchmark(reference, annotator=name).grading_calls(answered(), 0)
 
 
 def test_an_annotator_of_the_users_own_is_a_path(reference: str, tmp_path: Path) -> None:
@@ -507,13 +507,13 @@ def test_an_annotator_of_the_users_own_is_a_path(reference: str, tmp_path: Path)
         "  fn_completion_parser: regex_parser\n  completion_parser_kwargs: {outputs_to_match: {1: First, 2: Second}}\n"
     )
     ours = benchmark(reference, annotator=str(folder))
-    calls = ours.calls(answered(), 0)
+    calls = ours.grading_calls(answered(), 0)
     assert {OUTPUTS[0], BASELINES[0]} <= set(
         calls[0].messages[0]["content"].replace("?", ": ").replace(" or ", ": ").split(": ")
     )
-    before = ours.versions()["annotator_digest"]
+    before = ours.fingerprint()["annotator_digest"]
     (folder / "prompt.txt").write_text("<|im_start|>user\n{instruction}! {output_1} or {output_2}?\n<|im_end|>")
-    assert benchmark(reference, annotator=str(folder)).versions()["annotator_digest"] != before
+    assert benchmark(reference, annotator=str(folder)).fingerprint()["annotator_digest"] != before
 
 
 # ------------------------------------------------------------------------------------------------ no traces
@@ -526,10 +526,10 @@ import sklearn, torch  # these set variables of their own
 before, level = dict(os.environ), logging.getLogger().level
 from pathlib import Path
 from attnpo.evaluation import alpaca_library
-package = Path(alpaca_library.library().__file__).parent
+package = Path(alpaca_library.import_alpaca_eval().__file__).parent
 files = sorted(path for path in package.rglob("*") if "__pycache__" not in path.parts)
 import numpy as np
-rows = [alpaca_library.Compared(f"{n}", "a" * n, "b" * 2 * n) for n in range(1, 13)]
+rows = [alpaca_library.AlpacaRow(f"{n}", "a" * n, "b" * 2 * n) for n in range(1, 13)]
 found = alpaca_library.annotate(sys.argv[2], rows, {})
 alpaca_library.win_rates(rows, np.linspace(1.0, 2.0, 12), Path(sys.argv[1]))
 root = logging.getLogger()
@@ -551,12 +551,12 @@ def test_the_library_leaves_no_traces_and_says_nothing(auxiliary: str, tmp_path:
 
 
 def test_an_incompatible_setuptools_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    alpaca_library.library.cache_clear()
+    alpaca_library.import_alpaca_eval.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "alpaca_eval"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pkg_resources", None)
     try:
         with pytest.raises(UserError, match="pip install 'setuptools<81'"):
-            alpaca_library.library()
+            alpaca_library.import_alpaca_eval()
     finally:
-        alpaca_library.library.cache_clear()
+        alpaca_library.import_alpaca_eval.cache_clear()

@@ -51,7 +51,7 @@ def test_what_the_judge_is_asked_in_both_orders(benchmark: Benchmark) -> None:
     questions = benchmark.questions()
     assert [(question.id, question.turns) for question in questions] == [(f"a{n}", (f"ask a{n}",)) for n in (1, 2, 3)]
     answers = answers_to(questions)
-    calls = benchmark.calls(dict(reversed(answers.items())), 1)  # their order makes no difference
+    calls = benchmark.grading_calls(dict(reversed(answers.items())), 1)  # their order makes no difference
     assert [(call.item, call.part) for call in calls] == [(f"a{n}", game) for n in (1, 2, 3) for game in (ONE, TWO)]
     assert {(c.benchmark, c.round, c.max_tokens, c.temperature) for c in calls} == {("arena_hard", 1, 16000, 0.0)}
     shown = [[(message["role"], message["content"]) for message in call.messages] for call in calls[2:4]]
@@ -66,7 +66,7 @@ def test_what_the_judge_is_asked_in_both_orders(benchmark: Benchmark) -> None:
 def test_each_category_of_the_second_release_has_its_own_baseline_and_prompt(checkout: Path) -> None:
     benchmark = configured("arena_hard_v2", path=str(checkout))
     assert benchmark.scores == ("hard_prompt", "creative_writing")
-    calls = benchmark.calls(answers_to(benchmark.questions()), 0)
+    calls = benchmark.grading_calls(answers_to(benchmark.questions()), 0)
     assert {(c.item, c.messages[0]["content"], c.messages[1]["content"]) for c in calls if c.part == ONE} == {
         ("h1", "Be fair.\\d Solve it first.", "<ask h1>\nA: old on h1\nB: mine 0 h1"),
         ("h2", "Be fair.\\d Solve it first.", "<ask h2>\nA: old on h2\nB: mine 0 h2"),
@@ -84,16 +84,18 @@ def test_answers_that_do_not_fit_are_refused(benchmark: Benchmark) -> None:
     """In what they may not fit, the tests of MT-Bench say."""
     answers = answers_to(benchmark.questions())
     del answers["a2"]
-    with pytest.raises(UserError, match=r"answers to arena_hard: of its 3 questions 1 have no answer \(a2\)"):
-        benchmark.calls(answers, 0)
+    with pytest.raises(
+        UserError, match=r"the answers do not match the 3 questions of arena_hard: 1 without an answer \(a2\)"
+    ):
+        benchmark.grading_calls(answers, 0)
 
 
 # --------------------------------------------------------------------------------------------- verdicts
 
 NONE = "judgments without a verdict"
-UNKNOWN = "judgments with a verdict that is no label"
-DIFFER = "judgments with verdicts that differ, without a verdict so"
-LAST_TAKEN = "judgments with verdicts that differ, the last one taken"
+UNKNOWN = "judgments with an unknown verdict label"
+DIFFER = "judgments with contradictory verdicts, counted as no verdict"
+LAST_TAKEN = "judgments with contradictory verdicts, last one used"
 
 
 @pytest.mark.parametrize(
@@ -214,11 +216,11 @@ def test_random_verdicts_against_a_list_of_battles(checkout: Path) -> None:
 def test_what_is_odd_about_answers_and_replies_is_counted(benchmark: Benchmark) -> None:
     answers = answers_to(benchmark.questions())
     answers["a3"] = ModelAnswer("a3", (" ",))
-    replies = {call: GradingReply("[[A=B]] because", "length") for call in benchmark.calls(answers, 0)}
+    replies = {call: GradingReply("[[A=B]] because", "length") for call in benchmark.grading_calls(answers, 0)}
     graded = benchmark.grade(answers, replies)
-    assert graded.counts == {"judgments cut at the judge's most tokens": 6}
+    assert graded.counts == {"judgments cut at the judge's token limit": 6}
     part = benchmark.grade({"a2": answers["a2"]}, replies)
-    assert part.questions == ("a2",) and part.counts == {"judgments cut at the judge's most tokens": 2}
+    assert part.questions == ("a2",) and part.counts == {"judgments cut at the judge's token limit": 2}
 
 
 # --------------------------------------------------------------------------------------------- files
@@ -237,26 +239,26 @@ def test_a_changed_file_changes_its_calls_and_the_versions(
     checkout: Path, benchmark: Benchmark, name: str, old: str, new: str, same: list[bool]
 ) -> None:
     answers = answers_to(benchmark.questions())
-    before = [call.key(GRADER) for call in benchmark.calls(answers, 0)]
+    before = [call.key(GRADER) for call in benchmark.grading_calls(answers, 0)]
     change(checkout / name, old, new)
     changed = configured("arena_hard", path=str(checkout))
-    after = [call.key(GRADER) for call in changed.calls(answers, 0)]
+    after = [call.key(GRADER) for call in changed.grading_calls(answers, 0)]
     assert [first == second for first, second in zip(before, after, strict=True)] == same
-    assert changed.versions() != benchmark.versions()
+    assert changed.fingerprint() != benchmark.fingerprint()
 
 
 def test_versions_say_what_decides(checkout: Path, benchmark: Benchmark) -> None:
-    versions = json.loads(json.dumps(benchmark.versions()))
+    versions = json.loads(json.dumps(benchmark.fingerprint()))
     assert versions["files"].keys() == {QUESTIONS, BASELINE, JUDGES, CONFIG}
     for option, value in (("verdicts", "agree"), ("missing", "game"), ("strong_weight", 2)):
-        assert configured("arena_hard", path=str(checkout), **{option: value}).versions() != benchmark.versions()
+        assert configured("arena_hard", path=str(checkout), **{option: value}).fingerprint() != benchmark.fingerprint()
 
 
 @pytest.mark.parametrize("name", [QUESTIONS, BASELINE, JUDGES, CONFIG])
 def test_a_missing_or_damaged_file_is_named_with_the_way_to_get_it(checkout: Path, name: str) -> None:
     path = checkout / name
     whole = path.read_bytes()
-    damaged = {JUDGES: "is no Python file", CONFIG: "is no YAML"}
+    damaged = {JUDGES: "is not a valid Python file", CONFIG: "is not valid YAML"}
     for content, expected in {None: "is missing", whole[:-4]: damaged.get(name, "is not JSON")}.items():
         path.unlink() if content is None else path.write_bytes(content)
         hold_refusal("arena_hard", checkout, name, expected, "git clone https://github.com/lmarena/arena-hard-auto")
@@ -265,23 +267,23 @@ def test_a_missing_or_damaged_file_is_named_with_the_way_to_get_it(checkout: Pat
 @pytest.mark.parametrize(
     ("name", "old", "new", "expected"),
     [
-        (QUESTIONS, '"a2"', '"a1"', "question.jsonl has uid a1 twice"),
+        (QUESTIONS, '"a2"', '"a1"', "question.jsonl contains uid a1 twice"),
         (
             QUESTIONS,
             '"arena-hard-v0.1"',
             '"other"',
-            "has no question of category arena-hard-v0.1; benchmark.figures can",
+            "has no questions of category arena-hard-v0.1; benchmark.figures can",
         ),
-        (BASELINE, '"a2"', '"a9"', "has no baseline answer to 1 questions (a2)"),
-        (BASELINE, '{"answer"', '{"text"', "messages[1]: content: answer has to be a text, it is missing"),
-        (JUDGES, "JUDGE_SETTINGS", "SETTINGS", "gives JUDGE_SETTINGS no value that can be read without running"),
-        (JUDGES, '"Read it aloud."', "open('x').read()", "no value that can be read without running"),
-        (JUDGES, '"arena-hard-v0.1"', '"v0.1"', "JUDGE_SETTINGS: arena-hard-v0.1 has to be an object"),
-        (JUDGES, '"old", "system_prompt": FAIR}', '"", "system_prompt": FAIR}', "v0.1: baseline has to be a name"),
-        (CONFIG, "{ANSWER_B}", "{ANSWER_B} {REFERENCE}", "it has {ANSWER_A} {ANSWER_B} {QUESTION} {REFERENCE}"),
-        (CONFIG, "prompt_template", "template", "prompt_template has to be a text, it is missing"),
-        (CONFIG, "]+)", "]+", "regex_patterns has a pattern that is none"),
-        (CONFIG, "([AB<>=]+)", "[AB<>=]+", "has to have patterns of one group each"),
+        (BASELINE, '"a2"', '"a9"', "has no baseline answers to 1 questions (a2)"),
+        (BASELINE, '{"answer"', '{"text"', "messages[1]: content: answer must be a string, it is missing"),
+        (JUDGES, "JUDGE_SETTINGS", "SETTINGS", "has no value of JUDGE_SETTINGS that can be read without running"),
+        (JUDGES, '"Read it aloud."', "open('x').read()", "that can be read without running"),
+        (JUDGES, '"arena-hard-v0.1"', '"v0.1"', "JUDGE_SETTINGS: arena-hard-v0.1 must be an object"),
+        (JUDGES, '"old", "system_prompt": FAIR}', '"", "system_prompt": FAIR}', "v0.1: baseline must be a name"),
+        (CONFIG, "{ANSWER_B}", "{ANSWER_B} {REFERENCE}", "got {ANSWER_A} {ANSWER_B} {QUESTION} {REFERENCE}"),
+        (CONFIG, "prompt_template", "template", "prompt_template must be a string, it is missing"),
+        (CONFIG, "]+)", "]+", "regex_patterns has an invalid regular expression"),
+        (CONFIG, "([AB<>=]+)", "[AB<>=]+", "must have exactly one group per pattern"),
     ],
 )
 def test_files_that_are_laid_out_otherwise_are_refused(
@@ -298,8 +300,8 @@ def test_of_a_baseline_that_answers_twice_the_last_answer_is_taken(
     with (checkout / BASELINE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     benchmark = configured("arena_hard", path=str(checkout))
-    assert "A: older on a1\n" in benchmark.calls(answers_to(benchmark.questions()), 0)[0].messages[1]["content"]
-    assert "1 questions answered again" in caplog.text
+    assert "A: older on a1\n" in benchmark.grading_calls(answers_to(benchmark.questions()), 0)[0].messages[1]["content"]
+    assert "1 questions have several answers" in caplog.text
 
 
 def test_options_are_checked() -> None:
@@ -307,7 +309,7 @@ def test_options_are_checked() -> None:
         ({"verdicts": "first"}, "benchmark.verdicts must be one of last, agree, got 'first'"),
         ({"missing": "none"}, "benchmark.missing must be one of question, game, got 'none'"),
         ({"strong_weight": 0}, "strong_weight must be at least 1, got 0"),
-        ({"figures": {}}, "benchmark.figures: expected at least one score"),
+        ({"figures": {}}, "benchmark.figures is empty: expected at least one score"),
         ({"release": 2.5, "judge_max_tokens": "many"}, "judge_max_tokens: expected int"),
     ):
         with pytest.raises(UserError, match=expected):
@@ -334,5 +336,5 @@ def test_what_only_running_would_tell_is_refused() -> None:
         "X = " + "'a' + " * 9999 + "'a'",
     ]
     for text in others:
-        with pytest.raises(ValueError, match=r"is no Python file|no value that can be read without running"):
+        with pytest.raises(ValueError, match=r"is not a valid Python file|that can be read without running"):
             read_constant(text, "X")

@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from attnpo.evaluation.base import BenchmarkScore, Graded, ModelAnswer, Question, Replies, Subject, UngradedResult
+from attnpo.evaluation.base import (
+    BenchmarkScore,
+    EvaluatedModel,
+    ModelAnswer,
+    Question,
+    Replies,
+    RoundScores,
+    UngradedResult,
+)
 from attnpo.evaluation.chat import Answerer, ChatRequest, GradingCall, GradingFailure, GradingReply, Price, Reply
 from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
-from attnpo.evaluation.evaluating import LEFT_OUT, UNANSWERED, evaluate, graded_twice
+from attnpo.evaluation.evaluating import LEFT_OUT, UNANSWERED, evaluate, questions_to_regrade
 from attnpo.evaluation.result import RESULT, read_result
 from attnpo.evaluation.session import GradingLimits
 from attnpo.models.spec import ModelSpec
@@ -47,19 +55,19 @@ class Marks:
     def questions(self) -> list[Question]:
         return [Question(f"q{number}", (f"question {number}",)) for number in range(self.count)]
 
-    def versions(self) -> dict[str, object]:
+    def fingerprint(self) -> dict[str, object]:
         return {"rules": 1}
 
-    def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> list[GradingCall]:
+    def grading_calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> list[GradingCall]:
         return [
             GradingCall("marks", name, "mark", round_, (Message(role="user", content=answer.turns[0]),), max_tokens=4)
             for name, answer in answers.items()
         ]
 
-    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
+    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
         marks = {call.item: float(reply.text) for call, reply in replies.items()}
         values = np.array([marks.get(name, np.nan) for name in answers])
-        return Graded(
+        return RoundScores(
             tuple(answers),
             {"mark": float(values[np.isfinite(values)].mean()) if np.isfinite(values).any() else float("nan")},
             {"mark": values},
@@ -150,7 +158,7 @@ def test_a_repeated_command_asks_nothing_and_a_lost_result_comes_from_the_store(
 def test_a_page_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     for name in ("report.html", "evaluation.md"):
         (tmp_path / name).write_text("mine", encoding="utf-8")
-        with pytest.raises(UserError, match=f"{name} there is of no evaluation"):
+        with pytest.raises(UserError, match=f"holds a file {name} that no evaluation wrote"):
             evaluate(config(tmp_path, mark))
         assert (tmp_path / name).read_text(encoding="utf-8") == "mine"
         (tmp_path / name).unlink()
@@ -167,7 +175,7 @@ def test_another_setting_is_named_and_made_anew(tmp_path: Path, caplog: pytest.L
     evaluate(config(tmp_path, mark))
     with caplog.at_level(logging.WARNING):
         evaluate(config(tmp_path, mark, grading=GradingRules(rounds=2, again=0.25, again_least=2)))
-    assert "grading.rounds 3, this command has 2: it is made anew" in caplog.text
+    assert "grading.rounds 3, now it is 2: computing it again" in caplog.text
     assert result_of(tmp_path).rounds == (5.0, 6.0)
     with pytest.raises(UserError, match="word"):  # answers of another model
         evaluate(config(tmp_path, mark, answering=Echo("other")))
@@ -180,7 +188,7 @@ def test_calls_without_a_reply_keep_the_result_back_until_they_have_one(
         return GradingFailure("refused") if call.item == "q3" else mark(call)
 
     assert evaluate(config(tmp_path, sometimes)) == 1
-    assert read_result(tmp_path) is None and "give the command again" in caplog.text
+    assert read_result(tmp_path) is None and "run the command again" in caplog.text
     cfg = config(tmp_path, mark)
     assert evaluate(cfg) == 0
     assert isinstance(cfg.grader, ScriptedGrader) and {call.item for call in cfg.grader.asked} == {"q3"}
@@ -228,12 +236,17 @@ def test_greedy_answers_are_made_once_and_graded_in_every_round(tmp_path: Path) 
 
 def test_questions_graded_twice_are_others_in_each_round() -> None:
     names = [f"q{number}" for number in range(100)]
-    drawn = [graded_twice(names, 10, round_) for round_ in range(3)]
+    drawn = [questions_to_regrade(names, 10, round_) for round_ in range(3)]
     assert all(len(one) == 10 for one in drawn) and drawn[0] != drawn[1] != drawn[2]
-    assert drawn[0] == graded_twice(names[::-1], 10, 0)
+    assert drawn[0] == questions_to_regrade(names[::-1], 10, 0)
     rules = GradingRules()
-    assert (rules.twice(805), rules.twice(80), rules.twice(20), rules.twice(0)) == (81, 50, 20, 0)
-    assert GradingRules(again=0.0).twice(805) == 0
+    assert (rules.regrade_count(805), rules.regrade_count(80), rules.regrade_count(20), rules.regrade_count(0)) == (
+        81,
+        50,
+        20,
+        0,
+    )
+    assert GradingRules(again=0.0).regrade_count(805) == 0
 
 
 def test_a_result_of_another_version_is_an_error(tmp_path: Path) -> None:
@@ -250,7 +263,7 @@ def test_a_result_of_another_version_is_an_error(tmp_path: Path) -> None:
     ):
         write_record(tmp_path / RESULT, {**values, **change})
         with pytest.raises(
-            UserError, match=r"evaluation\.json is of another version of attnpo .* give the evaluation's"
+            UserError, match=r"evaluation\.json was written by another version of attnpo .* run the evaluation"
         ):
             evaluate(cfg)
 
@@ -288,10 +301,10 @@ class Size:
     def scores(self) -> tuple[str, ...]:
         return ("size",)
 
-    def versions(self) -> dict[str, object]:
+    def fingerprint(self) -> dict[str, object]:
         return {}
 
-    def measure(self, subject: Subject) -> UngradedResult:
+    def measure(self, subject: EvaluatedModel) -> UngradedResult:
         assert subject.folder.is_dir()
         return UngradedResult(
             tuple(BenchmarkScore("size", self.factor * value) for value in self.found), {"left out": 1}
@@ -318,5 +331,5 @@ def test_a_grader_without_a_verdict_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate(config(tmp_path, lambda call: "nan")) == 0
-    assert "no reply of ScriptedGrader held a verdict, so marks has no score" in caplog.text
+    assert "no reply from ScriptedGrader contains a verdict, so marks has no score" in caplog.text
     assert "nan" not in capsys.readouterr().out

@@ -17,8 +17,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnpo.config.compose import CONFIG_DIR, instantiate
 from attnpo.data.rules import LengthRules, OverlongAction
-from attnpo.evaluation.base import Measure, Subject, UngradedResult
-from attnpo.evaluation.implicit_reward import SECTION_OF, SECTIONS, ImplicitReward, Orders, Ties, UnseenPairs, interval
+from attnpo.evaluation.base import EvaluatedModel, UngradedBenchmark, UngradedResult
+from attnpo.evaluation.implicit_reward import (
+    SECTION_OF,
+    SECTIONS,
+    ImplicitReward,
+    RankingAccuracy,
+    Ties,
+    UnseenPairs,
+    accuracy_interval,
+)
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.loading import load_tokenizer
@@ -38,9 +46,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return made
 
 
-def subject_of(model: Path, folder: Path, template: str | None = None) -> Subject:
+def subject_of(model: Path, folder: Path, template: str | None = None) -> EvaluatedModel:
     spec = ModelSpec(str(model), chat_template=template)
-    return Subject(spec, ChatFormat(load_tokenizer(model), template), torch.device("cpu"), folder)
+    return EvaluatedModel(spec, ChatFormat(load_tokenizer(model), template), torch.device("cpu"), folder)
 
 
 def measure(
@@ -49,7 +57,7 @@ def measure(
     lengths = more.pop("lengths", LengthRules(256, 128))
     pairs = data or UnseenPairs(str(world.data), split="train")
     asked = ImplicitReward(pairs, None if reference is None else str(reference), lengths=lengths, **more)
-    assert isinstance(asked, Measure)
+    assert isinstance(asked, UngradedBenchmark)
     return asked.measure(subject_of(world.model, folder))
 
 
@@ -132,7 +140,7 @@ def test_the_same_weights_are_ties_and_said_to_be(
     assert figures(measured)["accuracy"] == 0.5 and figures(measured)["accuracy_normalised"] == 0.5
     assert measured.scores[0].interval is None
     assert "has the same weights as model.path" in caplog.text
-    assert measured.counts["ties in accuracy, counted half"] == 12
+    assert measured.counts["ties in accuracy, counted as half"] == 12
     assert figures(measure(world, tmp_path, world.model, ties=Ties.WRONG))["accuracy"] == 0.0
 
 
@@ -143,7 +151,7 @@ def test_without_a_reference_log_pi_orders_alone(
         alone = figures(measure(world, tmp_path, None))
     with_one = figures(measure(world, tmp_path, world.model.parent / "other"))
     assert alone == {name: with_one[name] for name in ("policy_alone", "policy_alone_normalised")}
-    assert "log pi alone, which is no reward of DPO" in caplog.text
+    assert "log pi alone, which is not DPO's reward" in caplog.text
 
 
 def test_subsets_repeated_rows_and_dropped_rows_are_accounted_for(world: World, tmp_path: Path) -> None:
@@ -175,7 +183,7 @@ def test_cut_pairs_are_counted(world: World, tmp_path: Path) -> None:
 def test_versions_follow_pairs_reference_and_rules(world: World, tmp_path: Path) -> None:
     other = world.model.parent / "other"
     base = ImplicitReward(UnseenPairs(str(world.data), split="train"), str(other))
-    seen = [base.versions()]
+    seen = [base.fingerprint()]
     for changed in (
         replace(base, reference=str(world.model)),
         replace(base, reference=None),
@@ -183,9 +191,9 @@ def test_versions_follow_pairs_reference_and_rules(world: World, tmp_path: Path)
         replace(base, lengths=LengthRules(100, 50)),
         replace(base, data=replace(base.data, rows="3")),
     ):
-        assert changed.versions() not in seen
-        seen.append(changed.versions())
-    assert base.versions() == seen[0]
+        assert changed.fingerprint() not in seen
+        seen.append(changed.fingerprint())
+    assert base.fingerprint() == seen[0]
     json.dumps(seen)
 
 
@@ -197,7 +205,7 @@ def test_sections_are_weighted_as_reward_bench_does() -> None:
     rng = np.random.default_rng(5)
     groups = [subset for subset in SECTION_OF for _ in range(rng.integers(2, 9))]
     gaps = rng.normal(size=len(groups))
-    found = {score.name: score for score in Orders(DataFrame({"accuracy": gaps}), groups).scores()}
+    found = {score.name: score for score in RankingAccuracy(DataFrame({"accuracy": gaps}), groups).scores()}
     accuracy = {
         name: np.mean([gap > 0 for gap, g in zip(gaps, groups, strict=True) if g == name]) for name in SECTION_OF
     }
@@ -216,7 +224,7 @@ def test_the_interval_of_a_section_is_that_of_its_strata() -> None:
     sizes = dict(zip(SECTIONS["reasoning"], (400, 60, 60, 60, 60, 60, 60), strict=True))
     groups = [name for name, size in sizes.items() for _ in range(size)]
     gaps = np.concatenate([rng.random(size) - 0.2 * k / 2 for k, size in enumerate(sizes.values())])
-    orders = Orders(DataFrame({"accuracy": gaps}), groups)
+    orders = RankingAccuracy(DataFrame({"accuracy": gaps}), groups)
     score = next(score for score in orders.scores() if score.name == "rewardbench_reasoning")
     right, total, error = (gaps > 0).astype(float), sum(SECTIONS["reasoning"].values()), 0.0
     for name, size in sizes.items():
@@ -225,16 +233,16 @@ def test_the_interval_of_a_section_is_that_of_its_strata() -> None:
     assert score.interval is not None
     half = (score.interval[1] - score.interval[0]) / 2
     assert half == pytest.approx(1.96 * error**0.5, rel=0.08)
-    assert orders.account() == {"RewardBench subsets without a pair": 16}
+    assert orders.counts() == {"RewardBench subsets without pairs": 16}
 
 
 def test_ties_and_rewards_that_are_missing() -> None:
-    orders = Orders(DataFrame({"accuracy": [1.0, 0.0, -1.0, np.nan]}), [None] * 4)
+    orders = RankingAccuracy(DataFrame({"accuracy": [1.0, 0.0, -1.0, np.nan]}), [None] * 4)
     assert orders.scores()[0].mean == pytest.approx(0.5) and orders.scores()[0].questions == 3
-    assert orders.account() == {"ties in accuracy, counted half": 1}
+    assert orders.counts() == {"ties in accuracy, counted as half": 1}
     assert replace(orders, ties=Ties.WRONG).scores()[0].mean == pytest.approx(1 / 3)
-    assert interval(np.ones(9)) is None and interval(np.zeros(0)) is None
-    bounds = interval(np.array([0.0, 1.0] * 200))
+    assert accuracy_interval(np.ones(9)) is None and accuracy_interval(np.zeros(0)) is None
+    bounds = accuracy_interval(np.array([0.0, 1.0] * 200))
     assert bounds is not None and bounds[1] - bounds[0] == pytest.approx(2 * 1.96 * 0.5 / 20, rel=0.08)
 
 
@@ -248,8 +256,8 @@ def test_what_the_user_can_mend_is_said(world: World, tmp_path: Path) -> None:
         (r"data\.path=nowhere/x\.jsonl: no such file", UnseenPairs("nowhere/x.jsonl"), other, fits),
         (r"data\.split=gone", UnseenPairs(str(world.data), split="gone"), other, fits),
         (r"data\.rows=\"99:\" names no row", UnseenPairs(str(world.data), rows="99:"), other, fits),
-        (r"lengths\.max_length=99999: .* positions; set", None, other, LengthRules(99999, 100)),
-        (r"reference: required", None, Path("auto"), LengthRules()),
+        (r"lengths\.max_length=99999 is too long: .* positions; set", None, other, LengthRules(99999, 100)),
+        (r"reference is required", None, Path("auto"), LengthRules()),
     ):
         with pytest.raises(UserError, match=r"benchmark\." + message):
             measure(world, tmp_path, reference, data, lengths=lengths)
@@ -259,7 +267,7 @@ def test_what_the_user_can_mend_is_said(world: World, tmp_path: Path) -> None:
 
 
 def test_a_reference_of_another_vocabulary_is_refused(world: World, tmp_path: Path, babbler: Path) -> None:
-    with pytest.raises(UserError, match=rf"benchmark\.reference=.*{babbler.name} has another vocabulary than"):
+    with pytest.raises(UserError, match=rf"benchmark\.reference=.*{babbler.name} has a different vocabulary from"):
         measure(world, tmp_path, babbler)
 
 
@@ -269,7 +277,7 @@ def test_a_broken_model_is_named(world: World, tmp_path: Path) -> None:
     broken.save_pretrained(tmp_path / "broken")
     build_tokenizer(GRAMMAR).save_pretrained(tmp_path / "broken")
     with pytest.raises(
-        UserError, match=r"the reference .*broken gives log-probabilities that are no numbers for 12 of"
+        UserError, match=r"the reference .*broken gives log-probabilities that are not finite for 12 of"
     ):
         measure(world, tmp_path, tmp_path / "broken")
 

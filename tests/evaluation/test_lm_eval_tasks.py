@@ -18,8 +18,8 @@ import torch
 import yaml
 
 from attnpo.config import compose as config
-from attnpo.evaluation.base import Measure, Subject, UngradedResult
-from attnpo.evaluation.lm_eval_tasks import WORDS, LmEvalTasks, quiet, score_of
+from attnpo.evaluation.base import EvaluatedModel, UngradedBenchmark, UngradedResult
+from attnpo.evaluation.lm_eval_tasks import WORDS, LmEvalTasks, metric_to_score, silence_lm_eval
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError
@@ -70,10 +70,10 @@ def folder(tmp_path: Path) -> Path:
     return tasks
 
 
-def subject_of(model: Path, folder: Path) -> Subject:
+def subject_of(model: Path, folder: Path) -> EvaluatedModel:
     spec = ModelSpec(str(model), chat_template=STORIES)
     chat = ChatFormat(load_tokenizer(model), STORIES)
-    return Subject(spec, chat, torch.device("cpu"), folder / "evaluation")
+    return EvaluatedModel(spec, chat, torch.device("cpu"), folder / "evaluation")
 
 
 def plain_choices(model: Path, documents: Sequence[dict[str, Any]]) -> list[bool]:
@@ -93,7 +93,7 @@ def plain_choices(model: Path, documents: Sequence[dict[str, Any]]) -> list[bool
 
 
 def measure(tasks: LmEvalTasks, babbler: Path, tmp_path: Path) -> UngradedResult:
-    assert isinstance(tasks, Measure)
+    assert isinstance(tasks, UngradedBenchmark)
     return tasks.measure(subject_of(babbler, tmp_path))
 
 
@@ -149,7 +149,7 @@ def test_a_group_is_scored_as_a_whole(babbler: Path, folder: Path, tmp_path: Pat
     (score,) = found.scores
     assert (score.name, score.mean) == ("both.acc", pytest.approx(np.mean(right)))
     assert {row["task"]: row["documents"] for row in found.table} == {"both": 6, "words": 5, "few": 1}
-    strict = score_of({**found.table[0], "filter": "strict", "stderr": None})
+    strict = metric_to_score({**found.table[0], "filter": "strict", "stderr": None})
     assert (strict.name, strict.interval) == (f"{found.table[0]['task']}.acc.strict", None)
 
 
@@ -183,7 +183,7 @@ def test_a_finished_task_is_read_and_a_changed_one_is_not(
     monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **named: (calls.append(1), original(**named))[1])
     with caplog.at_level(logging.INFO):
         again = measure(asked, babbler, tmp_path)
-    assert again == first and not calls and "words is done, read from" in caplog.text
+    assert again == first and not calls and "words is already finished; read from" in caplog.text
     kept = tmp_path / "evaluation" / "task-words.json"
     kept.write_text(kept.read_text(encoding="utf-8").replace('"value"', '"other"'), encoding="utf-8")
     assert measure(asked, babbler, tmp_path) == first and calls == [1]  # damaged: computed again
@@ -200,7 +200,7 @@ def test_what_is_cut_is_counted(babbler: Path, folder: Path, tmp_path: Path, cap
         found = measure(LmEvalTasks(("words",), include_path=str(folder)), babbler, tmp_path)
     (reason,) = found.counts
     assert "exceeds model's maximum length (N)" in reason and found.counts[reason] == 2  # once for each choice
-    assert "lm_eval says, 2 times: Combined length" in caplog.text
+    assert "lm_eval warned 2 times: Combined length" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ settings
@@ -208,7 +208,7 @@ def test_what_is_cut_is_counted(babbler: Path, folder: Path, tmp_path: Path, cap
 
 def test_versions_follow_settings_and_the_folder(folder: Path) -> None:
     asked = LmEvalTasks(("words",), include_path=str(folder))
-    seen = [asked.versions()]
+    seen = [asked.fingerprint()]
     assert seen[0]["lm_eval"] and set(seen[0]["own_tasks"]) == {"words.jsonl", "words.yaml", "going_on.yaml"}
     for changed in (
         replace(asked, tasks=("going_on",)),
@@ -218,11 +218,11 @@ def test_versions_follow_settings_and_the_folder(folder: Path) -> None:
         replace(asked, max_gen_toks=9),
         replace(asked, include_path=None),
     ):
-        assert changed.versions() not in seen
-        seen.append(changed.versions())
-    assert replace(asked, batch_size=3).versions() == seen[0]
+        assert changed.fingerprint() not in seen
+        seen.append(changed.fingerprint())
+    assert replace(asked, batch_size=3).fingerprint() == seen[0]
     (folder / "words.yaml").write_text("task: words\n", encoding="utf-8")
-    assert asked.versions() != seen[0]
+    assert asked.fingerprint() != seen[0]
 
 
 def test_configs_compose_and_ask_for_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +233,10 @@ def test_configs_compose_and_ask_for_tasks(tmp_path: Path, monkeypatch: pytest.M
     assert ifeval == LmEvalTasks(("ifeval",), "ifeval", apply_chat_template=True, nltk_data=("punkt_tab",))
     plain = config.instantiate(config.compose("measured", ["benchmark=lm_eval"]).benchmark)
     assert plain == LmEvalTasks()
-    with pytest.raises(UserError, match=r"benchmark\.tasks is empty: name tasks of lm_eval, as in benchmark\.tasks=\["):
-        plain.versions()
+    with pytest.raises(
+        UserError, match=r"benchmark\.tasks is empty: set it to lm_eval tasks, for example benchmark\.tasks=\["
+    ):
+        plain.fingerprint()
 
 
 # ------------------------------------------------------------------------------------------------ what cannot be had
@@ -244,15 +246,15 @@ def test_configs_compose_and_ask_for_tasks(tmp_path: Path, monkeypatch: pytest.M
     ("change", "message"),
     [
         ({"tasks": ()}, r"benchmark\.tasks is empty"),
-        ({"tasks": ("words", "words")}, "names a task twice"),
+        ({"tasks": ("words", "words")}, "contains a task twice"),
         ({"include_path": "nowhere"}, r"benchmark\.include_path=nowhere: no such folder"),
         (
             {"nltk_data": ("no_such_data",)},
-            r"nltk has no no_such_data here.*cannot download it.*nltk\.downloader no_such",
+            r"nltk lacks no_such_data.*cannot download it.*nltk\.downloader no_such",
         ),
-        ({"tasks": ("going_on",), "max_gen_toks": 512}, "up to 512 tokens, and .* has 512 positions"),
-        ({"tasks": ("broken",)}, r"broken of lm_eval cannot be made \(|the data of broken"),
-        ({"tasks": ("gone",)}, r"data set json of gone of lm_eval is neither in the cache|gone.*cannot be"),
+        ({"tasks": ("going_on",), "max_gen_toks": 512}, "up to 512 tokens, but .* has only 512 positions"),
+        ({"tasks": ("broken",)}, r"lm_eval cannot load broken \(|the data of broken"),
+        ({"tasks": ("gone",)}, r"data set json of lm_eval's gone is not in the cache|gone.*cannot be"),
     ],
 )
 def test_what_cannot_be_had_is_named(
@@ -288,7 +290,7 @@ def test_a_data_set_that_cannot_be_downloaded_is_named_with_what_to_do(babbler: 
     with pytest.raises(UserError) as refused:
         measure(LmEvalTasks(("ifeval",)), babbler, tmp_path)
     text = str(refused.value)
-    assert "the data set google/IFEval of ifeval of lm_eval is neither in the cache nor can it be downloaded" in text
+    assert "the data set google/IFEval of lm_eval's ifeval is not in the cache and cannot be downloaded" in text
     assert "datasets.load_dataset('google/IFEval')" in text and "benchmark.include_path" in text
 
 
@@ -307,7 +309,8 @@ def test_an_unknown_task_is_named_with_those_like_it(
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", index)
     with pytest.raises(
-        UserError, match=r"word is no task, group or tag of lm_eval, nor of benchmark\.include_path.*there is words"
+        UserError,
+        match=r"word is not a task, group or tag of lm_eval or of benchmark\.include_path.*similar names: words",
     ):
         measure(LmEvalTasks(("word",), include_path=str(folder)), babbler, tmp_path)
     assert indexes[-1] == {"include_path": folder.resolve()}, "lm_eval's own tasks are among them"
@@ -317,18 +320,18 @@ def test_settings_without_sense_are_refused() -> None:
     for change, message in (
         ({"limit": 0}, r"benchmark\.limit must be at least 1"),
         ({"num_fewshot": -1}, r"benchmark\.num_fewshot must be at least 0"),
-        ({"system": "be kind"}, r"benchmark\.system is a turn of a chat"),
+        ({"system": "be kind"}, r"benchmark\.system needs a chat format"),
     ):
         with pytest.raises(UserError, match=message):
             LmEvalTasks(("words",), **change)  # type: ignore[arg-type]
 
 
 def test_quiet_gives_the_random_states_back(tmp_path: Path) -> None:
-    random.seed(5)  # of quiet alone: beartype draws from it for every sequence that it checks
+    random.seed(5)  # of silence_lm_eval alone: beartype draws from it for every sequence that it checks
     np.random.seed(6)
     torch.manual_seed(7)
     expected = random.Random(5).random(), np.random.RandomState(6).rand(), torch.Generator().manual_seed(7)
-    with quiet(tmp_path, torch.device("cpu")):
+    with silence_lm_eval(tmp_path, torch.device("cpu")):
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
@@ -341,7 +344,7 @@ def test_quiet_lets_an_exception_through_and_gives_everything_back(
 ) -> None:
     logger = logging.getLogger("lm_eval")
     before = logger.propagate, logger.level, list(logger.handlers)
-    with pytest.raises(ValueError, match="a fault"), quiet(tmp_path, torch.device("cpu")) as heard:
+    with pytest.raises(ValueError, match="a fault"), silence_lm_eval(tmp_path, torch.device("cpu")) as heard:
         logger.warning("took %d of %d", 3, 4)
         logger.getChild("models").warning("took 5 of 6")
         sys.stderr.write("printed\n")

@@ -9,7 +9,7 @@ import pytest
 
 from attnpo.evaluation.base import Benchmark, ModelAnswer
 from attnpo.evaluation.chat import GradingReply
-from attnpo.evaluation.mt_bench import rating
+from attnpo.evaluation.mt_bench import parse_rating
 from attnpo.schema import UserError
 from tests.evaluation.checkouts import (
     FASTCHAT,
@@ -60,7 +60,7 @@ def test_temperatures_are_those_of_the_protocol() -> None:
 
 def test_what_the_judge_is_asked(benchmark: Benchmark) -> None:
     answers = answers_to(benchmark.questions())
-    calls = benchmark.calls(dict(reversed(answers.items())), 2)  # their order makes no difference
+    calls = benchmark.grading_calls(dict(reversed(answers.items())), 2)  # their order makes no difference
     assert [(call.item, call.part) for call in calls] == [(q, t) for q in MT_QUESTIONS for t in ("turn_1", "turn_2")]
     assert {(c.benchmark, c.round, c.repeat, c.max_tokens, c.temperature) for c in calls} == {
         ("mt_bench", 2, 0, 2048, 0.0)
@@ -81,7 +81,7 @@ def test_what_the_judge_is_asked(benchmark: Benchmark) -> None:
 def test_braces_in_answers_stay_as_they_are(benchmark: Benchmark) -> None:
     answers = answers_to(benchmark.questions())
     answers["101"] = ModelAnswer("101", ("{ref_answer_1} {{x}} {", "}{0.__class__}"))
-    texts = [call.messages[-1]["content"] for call in benchmark.calls(answers, 0) if call.item == "101"]
+    texts = [call.messages[-1]["content"] for call in benchmark.grading_calls(answers, 0) if call.item == "101"]
     assert texts[0] == "Rate {ref_answer_1} {{x}} { to ask\u2028101, right is right 101."
     assert texts[1].endswith("ask\u2028101 {ref_answer_1} {{x}} { more 101 }{0.__class__}")
 
@@ -89,21 +89,23 @@ def test_braces_in_answers_stay_as_they_are(benchmark: Benchmark) -> None:
 def test_a_doubled_brace_of_a_template_is_one(checkout: Path) -> None:
     change(checkout / FASTCHAT / "judge_prompts.jsonl", "as [[n]]", "as {{n}}")
     benchmark = configured("mt_bench", path=str(checkout))
-    assert benchmark.calls(answers_to(benchmark.questions()), 0)[0].messages[-1]["content"].endswith("as {n}.")
+    assert benchmark.grading_calls(answers_to(benchmark.questions()), 0)[0].messages[-1]["content"].endswith("as {n}.")
 
 
 def test_answers_that_do_not_fit_are_refused(benchmark: Benchmark) -> None:
     whole = answers_to(benchmark.questions())
     for answers, expected in (
-        ({name: whole[name] for name in ("81", "111")}, "1 have no answer (101)"),
-        (whole | {"7": ModelAnswer("7", ("x", "y"))}, "1 are answered but not asked (7)"),
-        (whole | {"81": whole["111"], "111": whole["81"]}, "2 have the answer of another question (81, 111)"),
-        (whole | {"81": ModelAnswer("81", ("x",))}, "1 are not answered turn by turn (81)"),
-        ({}, "3 have no answer (81, 101, 111)"),
+        ({name: whole[name] for name in ("81", "111")}, "1 without an answer (101)"),
+        (whole | {"7": ModelAnswer("7", ("x", "y"))}, "1 answered but not part of the benchmark (7)"),
+        (whole | {"81": whole["111"], "111": whole["81"]}, "2 with the answer to another question (81, 111)"),
+        (whole | {"81": ModelAnswer("81", ("x",))}, "1 with the wrong number of answered turns (81)"),
+        ({}, "3 without an answer (81, 101, 111)"),
     ):
         with pytest.raises(UserError) as refused:
-            benchmark.calls(answers, 0)
-        assert expected in str(refused.value) and "answers to mt_bench: of its 3 questions" in str(refused.value)
+            benchmark.grading_calls(answers, 0)
+        assert expected in str(refused.value) and "the answers do not match the 3 questions of mt_bench: " in str(
+            refused.value
+        )
 
 
 # --------------------------------------------------------------------------------------------- ratings
@@ -114,7 +116,7 @@ def test_ratings_are_read() -> None:
     read = {"Rating: [[7]]": 7.0, "Rating: [[7.5]] then [[9]]": 7.5, "see [1] and then [[4]]": 4.0, "Rating: [6]": 6.0}
     read |= {"[[10.]]": 10.0, "[[07]]": 7.0, "[[0]]": 0.0, "[[11]]": 11.0}
     none = ["[[rating]]", "[[-3]]", "[[7/10]]", "[[5, 6]]", "Rating: 7", f"[[{'9' * 400}]]", ""]
-    assert {text: rating(text) for text in (*read, *none)} == read | dict.fromkeys(none)
+    assert {text: parse_rating(text) for text in (*read, *none)} == read | dict.fromkeys(none)
 
 
 def test_the_score_is_the_mean_of_all_valid_judgments(benchmark: Benchmark) -> None:
@@ -144,21 +146,21 @@ def test_ratings_off_the_scale_count_and_are_counted(benchmark: Benchmark) -> No
     assert math.isnan(graded_with(benchmark, {}).scores["score"])
     graded = graded_with(benchmark, {("81", "turn_1"): "[[0]]", ("81", "turn_2"): "[[100]]"})
     assert graded.scores["score"] == 50.0
-    assert graded.counts["ratings outside 1 to 10, counted as they are"] == 2
+    assert graded.counts["ratings outside 1 to 10, used unchanged"] == 2
 
 
 def test_what_is_odd_about_answers_and_replies_is_counted(benchmark: Benchmark) -> None:
     answers = answers_to(benchmark.questions())
     answers["81"] = ModelAnswer("81", ("", " \n"))
-    calls = benchmark.calls(answers, 0)
+    calls = benchmark.grading_calls(answers, 0)
     graded = benchmark.grade(answers, {call: GradingReply("[[3]] because", "length") for call in calls})
-    assert graded.counts == {"judgments cut at the judge's most tokens": 6}
+    assert graded.counts == {"judgments cut at the judge's token limit": 6}
     assert graded.scores["score"] == 3.0
 
 
 def test_a_part_of_the_answers_is_graded_alone_and_repeats_all_count(benchmark: Benchmark) -> None:
     answers = answers_to(benchmark.questions())
-    calls = benchmark.calls(answers, 0)
+    calls = benchmark.grading_calls(answers, 0)
     replies = {call: GradingReply("[[4]]") for call in calls}
     replies[replace(calls[0], repeat=1)] = GradingReply("[[7]]")
     graded = benchmark.grade({"81": answers["81"]}, replies)
@@ -171,14 +173,14 @@ def test_a_part_of_the_answers_is_graded_alone_and_repeats_all_count(benchmark: 
 
 def test_a_changed_prompt_changes_its_calls_and_the_versions(checkout: Path, benchmark: Benchmark) -> None:
     answers = answers_to(benchmark.questions())
-    before = [call.key(GRADER) for call in benchmark.calls(answers, 0)]
+    before = [call.key(GRADER) for call in benchmark.grading_calls(answers, 0)]
     change(checkout / FASTCHAT / "judge_prompts.jsonl", "as [[n]].", "as [[n]]!")
     changed = configured("mt_bench", path=str(checkout))
-    after = [call.key(GRADER) for call in changed.calls(answers, 0)]
+    after = [call.key(GRADER) for call in changed.grading_calls(answers, 0)]
     assert [old == new for old, new in zip(before, after, strict=True)] == [False, *[True] * 5]
-    assert benchmark.versions() != changed.versions()
+    assert benchmark.fingerprint() != changed.fingerprint()
     again = configured("mt_bench", path=str(checkout / FASTCHAT))
-    assert again.versions() == changed.versions()  # the same files under another path
+    assert again.fingerprint() == changed.fingerprint()  # the same files under another path
 
 
 def test_references_may_be_another_file(checkout: Path, tmp_path: Path, benchmark: Benchmark) -> None:
@@ -187,10 +189,10 @@ def test_references_may_be_another_file(checkout: Path, tmp_path: Path, benchmar
     own.write_text(first.read_text(encoding="utf-8").replace("right", "surely"), encoding="utf-8")
     other = configured("mt_bench", path=str(checkout), references=str(own))
     answers = answers_to(other.questions())
-    assert "right is surely 101" in other.calls(answers, 0)[2].messages[-1]["content"]
-    assert other.versions() != benchmark.versions()
+    assert "right is surely 101" in other.grading_calls(answers, 0)[2].messages[-1]["content"]
+    assert other.fingerprint() != benchmark.fingerprint()
     first.write_text(own.read_text(encoding="utf-8"), encoding="utf-8")
-    assert configured("mt_bench", path=str(checkout)).versions() == other.versions()
+    assert configured("mt_bench", path=str(checkout)).fingerprint() == other.fingerprint()
 
 
 @pytest.mark.parametrize("name", ["mt_bench/question.jsonl", "judge_prompts.jsonl", ANSWERS])
@@ -202,7 +204,7 @@ def test_a_missing_or_damaged_file_is_named_with_the_way_to_get_it(checkout: Pat
         b"": "is empty",
         whole[:-9]: "is not JSON",
         b"\xff" + whole: "cannot be read as UTF-8 text",
-        whole + b"[1]\n": "has to be an object, got '[1]'",
+        whole + b"[1]\n": "must be an object, got '[1]'",
     }.items():
         path.unlink() if content is None else path.write_bytes(content)
         way = ("git clone https://github.com/lm-sys/FastChat", "benchmark.path=")
@@ -212,21 +214,26 @@ def test_a_missing_or_damaged_file_is_named_with_the_way_to_get_it(checkout: Pat
 @pytest.mark.parametrize(
     ("name", "old", "new", "expected"),
     [
-        ("judge_prompts.jsonl", "Rate {answer} to {question} as", "Rate {question} as", "it has {question}"),
-        ("judge_prompts.jsonl", "as [[n]].", "{answer.__class__}", "it has {answer} {answer.__class__} {question}"),
+        ("judge_prompts.jsonl", "Rate {answer} to {question} as", "Rate {question} as", "got {question}"),
+        ("judge_prompts.jsonl", "as [[n]].", "{answer.__class__}", "got {answer} {answer.__class__} {question}"),
         ("judge_prompts.jsonl", "as [[n]].", "{answer!r}", "{answer!r}"),
-        ("judge_prompts.jsonl", "as [[n]].", "{", "judge_prompts.jsonl, single-v1, is no template"),
-        ("judge_prompts.jsonl", "[[rating]]", "[[A]]", "single-v1, asks for [[A]], expected [[rating]]"),
-        ("judge_prompts.jsonl", '"single-math-v1"', '"other"', "has no prompt single-math-v1"),
-        ("judge_prompts.jsonl", '"Be fair."', "3", "line 1: system_prompt has to be a text, got '3'"),
-        ("mt_bench/question.jsonl", "101,", "81,", "question.jsonl has question_id 81 twice"),
-        ("mt_bench/question.jsonl", '"writing"', '"law"', "question 81 of category law; benchmark.temperatures has"),
-        ("mt_bench/question.jsonl", ', "more 81"', "", "has 1 turns of question 81, expected 2"),
-        ("mt_bench/question.jsonl", '"more 81"', "null", "line 1: turns[1] has to be a text, got 'None'"),
-        ("mt_bench/question.jsonl", '"category"', '"kind"', "line 1: category has to be a text, it is missing"),
+        ("judge_prompts.jsonl", "as [[n]].", "{", "judge_prompts.jsonl, single-v1, is not a valid template"),
+        ("judge_prompts.jsonl", "[[rating]]", "[[A]]", "single-v1, asks for the format [[A]], expected [[rating]]"),
+        ("judge_prompts.jsonl", '"single-math-v1"', '"other"', "has no prompt called single-math-v1"),
+        ("judge_prompts.jsonl", '"Be fair."', "3", "line 1: system_prompt must be a string, got '3'"),
+        ("mt_bench/question.jsonl", "101,", "81,", "question.jsonl contains question_id 81 twice"),
+        (
+            "mt_bench/question.jsonl",
+            '"writing"',
+            '"law"',
+            "question 81 of category law; benchmark.temperatures only has",
+        ),
+        ("mt_bench/question.jsonl", ', "more 81"', "", "has 1 turns for question 81, expected 2"),
+        ("mt_bench/question.jsonl", '"more 81"', "null", "line 1: turns[1] must be a string, got 'None'"),
+        ("mt_bench/question.jsonl", '"category"', '"kind"', "line 1: category must be a string, it is missing"),
         (ANSWERS, "111,", "112,", "has no reference answer to question 111"),
-        (ANSWERS, ', "also right 111"', "", "one turn only of the reference answer"),
-        (ANSWERS, '"choices"', '"picks"', "choices has to be a list, it is missing"),
+        (ANSWERS, ', "also right 111"', "", "only one turn of the reference answer"),
+        (ANSWERS, '"choices"', '"picks"', "choices must be a list, it is missing"),
     ],
 )
 def test_files_that_are_laid_out_otherwise_are_refused(
@@ -237,14 +244,14 @@ def test_files_that_are_laid_out_otherwise_are_refused(
 
 
 def test_references_that_are_nowhere_are_told_with_those_there_are(checkout: Path) -> None:
-    with pytest.raises(UserError, match=r"benchmark.references=gpt-5.jsonl has to be .* \(there: gpt-4.jsonl\)"):
+    with pytest.raises(UserError, match=r"benchmark.references=gpt-5.jsonl must be .* \(found there: gpt-4.jsonl\)"):
         configured("mt_bench", path=str(checkout), references="gpt-5.jsonl").questions()
 
 
 def test_without_categories_that_need_references_none_is_read(checkout: Path) -> None:
     (checkout / FASTCHAT / ANSWERS).unlink()
     benchmark = configured("mt_bench", path=str(checkout), with_reference=[])
-    assert len(benchmark.calls(answers_to(benchmark.questions()), 0)) == 6
+    assert len(benchmark.grading_calls(answers_to(benchmark.questions()), 0)) == 6
 
 
 def test_options_are_checked() -> None:
@@ -253,7 +260,7 @@ def test_options_are_checked() -> None:
         ({"judge_temperature": -1.0}, "judge_temperature must be at least 0"),
         ({"temperatures": {"math": "hot"}}, "temperatures.math: expected float"),
         ({"temperatures": {"math": -0.1}, "with_reference": []}, "temperatures.math must be at least 0, got -0.1"),
-        ({"with_reference": ["maths"]}, "maths is no category of benchmark.temperatures"),
+        ({"with_reference": ["maths"]}, "maths is not a category in benchmark.temperatures"),
         ({"pathh": "x"}, "pathh: unknown key"),
     ):
         with pytest.raises(UserError, match=expected):
@@ -261,7 +268,7 @@ def test_options_are_checked() -> None:
 
 
 def test_versions_say_what_decides(benchmark: Benchmark) -> None:
-    assert json.loads(json.dumps(benchmark.versions()))["files"].keys() == {
+    assert json.loads(json.dumps(benchmark.fingerprint()))["files"].keys() == {
         "mt_bench/question.jsonl",
         "judge_prompts.jsonl",
         "references",

@@ -10,17 +10,17 @@ import pytest
 
 from attnpo.config.compose import CONFIG_DIR, compose, instantiate
 from attnpo.evaluation import pairwise
-from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer, Question, Replies
+from attnpo.evaluation.base import Benchmark, ModelAnswer, Question, Replies, RoundScores
 from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.evaluation.local_chat import LocalGrader
-from attnpo.evaluation.pairwise import MODEL_FIRST, MODEL_SECOND, Contest, PairwiseBenchmark, PairwiseRules
+from attnpo.evaluation.pairwise import MODEL_FIRST, MODEL_SECOND, Comparison, PairwiseBenchmark, PairwiseRules
 from attnpo.judge.prompts import JudgeTemplate
 from attnpo.schema import Sampling, UserError
 from tests.evaluation.checkouts import answers_to, arena_hard_auto
 from tests.run.worlds import GRAMMAR, World
 
 RULES = PairwiseRules("judge/short.txt")
-CONTESTS = [Contest("q1", "why ?", " yes ", "no"), Contest("q2", "how ?", "so", "{answer_a}")]
+CONTESTS = [Comparison("q1", "why ?", " yes ", "no"), Comparison("q2", "how ?", "so", "{answer_a}")]
 WORLD_RULES = PairwiseRules("judge/testbed.txt")
 
 
@@ -32,8 +32,8 @@ def said(first: float, second: float, **more: float) -> GradingReply:
 
 def preferences(*replies: GradingReply | None) -> pairwise.Preferences:
     """Of one item per two replies, in the order of the calls."""
-    contests = [Contest(f"q{place}", "?", "a", "b") for place in range(len(replies) // 2)]
-    calls = RULES.calls("bench", 0, contests)
+    contests = [Comparison(f"q{place}", "?", "a", "b") for place in range(len(replies) // 2)]
+    calls = RULES.grading_calls("bench", 0, contests)
     found = {call: reply for call, reply in zip(calls, replies, strict=True) if reply is not None}
     return RULES.preferences([contest.item for contest in contests], found)
 
@@ -42,7 +42,7 @@ def preferences(*replies: GradingReply | None) -> pairwise.Preferences:
 
 
 def test_both_orders_are_asked_in_the_wording() -> None:
-    calls = RULES.calls("bench", 2, CONTESTS)
+    calls = RULES.grading_calls("bench", 2, CONTESTS)
     template = JudgeTemplate.from_file(CONFIG_DIR / "judge" / "short.txt")
     expected = [
         template.render("why ?", "yes", "no"),
@@ -57,12 +57,12 @@ def test_both_orders_are_asked_in_the_wording() -> None:
     assert {(call.benchmark, call.round, call.labels, call.max_tokens) for call in calls} == {
         ("bench", 2, ("A", "B"), 1)
     }
-    kept = replace(RULES, strip=False).calls("bench", 0, CONTESTS)
+    kept = replace(RULES, strip=False).grading_calls("bench", 0, CONTESTS)
     assert kept[0].messages[0]["content"] == template.render("why ?", " yes ", "no").text
 
 
 def test_an_empty_answer_is_a_blank() -> None:
-    first, second = RULES.calls("bench", 0, [Contest("q", "?", "", "b")])
+    first, second = RULES.grading_calls("bench", 0, [Comparison("q", "?", "", "b")])
     template = JudgeTemplate.from_file(CONFIG_DIR / "judge" / "short.txt")
     assert first.messages[0]["content"] == template.render("?", " ", "b").text
     assert second.messages[0]["content"] == template.render("?", "b", " ").text
@@ -129,9 +129,9 @@ def test_exchanged_answers_mirror_the_result(world: World) -> None:
     prompts = GRAMMAR.prompts("test")[:6]
     words = ["the broth was nice .", "it had a poor bread .", "my uncle called the room superb .", ""]
     pairs = [(str(rng.choice(words)), str(rng.choice(words))) for _ in prompts]
-    straight = [Contest(p.text, p.text, a, b) for p, (a, b) in zip(prompts, pairs, strict=True)]
-    mirrored = [Contest(p.text, p.text, b, a) for p, (a, b) in zip(prompts, pairs, strict=True)]
-    calls, mirror = (WORLD_RULES.calls("bench", 0, contests) for contests in (straight, mirrored))
+    straight = [Comparison(p.text, p.text, a, b) for p, (a, b) in zip(prompts, pairs, strict=True)]
+    mirrored = [Comparison(p.text, p.text, b, a) for p, (a, b) in zip(prompts, pairs, strict=True)]
+    calls, mirror = (WORLD_RULES.grading_calls("bench", 0, contests) for contests in (straight, mirrored))
     assert [call.messages for call in calls[::2]] == [call.messages for call in mirror[1::2]]
     assert [call.messages for call in calls[1::2]] == [call.messages for call in mirror[::2]]
     grader = LocalGrader(str(world.model), accelerator="cpu", batch_size=1)
@@ -149,7 +149,7 @@ def asked(grader: LocalGrader, calls: Sequence[GradingCall]) -> dict[GradingCall
 
 
 def test_settings_out_of_range() -> None:
-    with pytest.raises(UserError, match=r"benchmark\.pairwise\.labels: expected two that differ"):
+    with pytest.raises(UserError, match=r"benchmark\.pairwise\.labels must be two different labels"):
         PairwiseRules(labels=("A", "A"))
     with pytest.raises(UserError, match=r"benchmark\.pairwise\.top_logprobs must be at least 1"):
         PairwiseRules(top_logprobs=0)
@@ -158,7 +158,7 @@ def test_settings_out_of_range() -> None:
 def test_a_template_that_is_not_there_is_named(tmp_path: Path) -> None:
     rules = PairwiseRules(str(tmp_path / "none.txt"))
     with pytest.raises(UserError, match=r"benchmark\.pairwise\.template_file=.*no such file"):
-        rules.calls("bench", 0, CONTESTS)
+        rules.grading_calls("bench", 0, CONTESTS)
 
 
 # ------------------------------------------------------------------------------------------------ any benchmark
@@ -174,16 +174,16 @@ class Two:
     sampling: Sampling = field(default_factory=Sampling)
     scores: tuple[str, ...] = ("own",)
 
-    def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
+    def grading_calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
         raise NotImplementedError
 
-    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
+    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
         raise NotImplementedError
 
     def questions(self) -> Sequence[Question]:
         return [Question("q1", ("why ?",) * self.turns), Question("q2", ("how ?",), system="be brief")]
 
-    def versions(self) -> dict[str, object]:
+    def fingerprint(self) -> dict[str, object]:
         return {"questions": "1"}
 
     def baseline_answers(self) -> Mapping[str, str]:
@@ -196,18 +196,18 @@ ANSWERS = {name: ModelAnswer(name, (f"model {name}",)) for name in ("q1", "q2")}
 def test_the_questions_of_any_benchmark_with_a_baseline_can_be_judged() -> None:
     bench = PairwiseBenchmark(Two(), RULES)
     assert isinstance(bench, Benchmark) and (bench.name, bench.scores) == ("two_labels", ("win_rate",))
-    calls = bench.calls(ANSWERS, 1)
+    calls = bench.grading_calls(ANSWERS, 1)
     contests = [
-        Contest("q1", "why ?", "model q1", "rival q1"),
-        Contest("q2", "system: be brief\n\nuser: how ?", "model q2", "rival q2"),
+        Comparison("q1", "why ?", "model q1", "rival q1"),
+        Comparison("q2", "system: be brief\n\nuser: how ?", "model q2", "rival q2"),
     ]
-    assert calls == RULES.calls("two_labels", 1, contests)
+    assert calls == RULES.grading_calls("two_labels", 1, contests)
     graded = bench.grade(ANSWERS, dict(zip(calls, [said(0.9, 0.1), said(0.4, 0.6), said(1, 0)], strict=False)))
-    assert isinstance(graded, Graded)
+    assert isinstance(graded, RoundScores)
     assert (graded.questions, graded.scores["win_rate"]) == (("q1", "q2"), pytest.approx(75.0))
     assert graded.values["win_rate"][0] == pytest.approx(75.0) and list(graded.weights["win_rate"]) == [1.0, 0.0]
     assert graded.counts == {pairwise.MISSING: 1}
-    assert bench.versions() != replace(bench, pairwise=WORLD_RULES).versions()
+    assert bench.fingerprint() != replace(bench, pairwise=WORLD_RULES).fingerprint()
 
 
 def test_a_shipped_benchmark_is_judged_by_labels(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_shipped_benchmark_is_judged_by_labels(tmp_path: Path) -> None:
     bench = instantiate(compose("evaluate", overrides).benchmark)
     assert isinstance(bench, PairwiseBenchmark) and bench.name == "arena_hard_labels"
     answers = answers_to(bench.questions())
-    calls = bench.calls(answers, 0)
+    calls = bench.grading_calls(answers, 0)
     assert [call.item for call in calls] == ["a1", "a1", "a2", "a2", "a3", "a3"]
     rival = bench.of.baseline_answers()["a2"]
     assert all(rival in call.messages[0]["content"] for call in calls[2:4])
@@ -226,8 +226,8 @@ def test_a_shipped_benchmark_is_judged_by_labels(tmp_path: Path) -> None:
 def test_what_cannot_be_compared_is_named() -> None:
     for bench, answers, words in (
         (Two(turns=2), ANSWERS, "question q1 has several turns"),
-        (Two(), {"q1": ANSWERS["q1"]}, r"of its 2 questions 1 have no answer \(q2\)"),
-        (Two(rivals=("q2",)), ANSWERS, r"the baseline has no answer to 1 of 2 questions \(first: q1\)"),
+        (Two(), {"q1": ANSWERS["q1"]}, r"the 2 questions of .*: 1 without an answer \(q2\)"),
+        (Two(rivals=("q2",)), ANSWERS, r"the baseline has no answers to 1 of 2 questions \(first: q1\)"),
     ):
         with pytest.raises(UserError, match=words):
-            PairwiseBenchmark(bench, RULES).calls(answers, 0)
+            PairwiseBenchmark(bench, RULES).grading_calls(answers, 0)

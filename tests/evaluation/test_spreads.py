@@ -5,20 +5,20 @@ import math
 import numpy as np
 import pytest
 
-from attnpo.evaluation.base import Graded
-from attnpo.evaluation.spreads import grading_spread, question_interval, score_of
+from attnpo.evaluation.base import RoundScores
+from attnpo.evaluation.spreads import grading_spread, question_interval, summarize_rounds
 
 NAMES = tuple(f"q{index}" for index in range(400))
 
 
 def graded(
     values: np.ndarray, weights: np.ndarray | None = None, names: tuple[str, ...] | None = None, own: bool = True
-) -> Graded:
+) -> RoundScores:
     weights = np.ones(len(values)) if weights is None else weights
     names = NAMES[: len(values)] if names is None else names
     held = {"f": values} if own else {}
     figure = float(np.nansum(values * weights) / weights[np.isfinite(values)].sum())
-    return Graded(names, {"f": figure}, held, {"f": weights} if own else {})
+    return RoundScores(names, {"f": figure}, held, {"f": weights} if own else {})
 
 
 def test_the_interval_over_questions_is_that_of_the_mean() -> None:
@@ -51,15 +51,15 @@ def test_the_rows_of_a_question_are_drawn_together() -> None:
 def test_a_question_without_a_value_is_left_out() -> None:
     values = np.array([1.0, 2.0, 3.0, math.nan])
     weights = np.array([1.0, 1.0, 1.0, 0.0])
-    score = score_of("f", [graded(values, weights)], None)
+    score = summarize_rounds("f", [graded(values, weights)], None)
     assert score.mean == 2 and score.questions == 3
     assert score.interval is not None and 1 <= score.interval[0] < score.interval[1] <= 3
 
 
 def test_where_the_library_states_an_error_it_is_used_and_otherwise_nothing_is_made_up() -> None:
-    stated = Graded(("a", "b"), {"lc": 50.0}, {}, {}, errors={"lc": 1.5})
+    stated = RoundScores(("a", "b"), {"lc": 50.0}, {}, {}, errors={"lc": 1.5})
     assert question_interval("lc", [stated]) == pytest.approx((50 - 1.96 * 1.5, 50 + 1.96 * 1.5))
-    assert question_interval("lc", [Graded(("a", "b"), {"lc": 50.0}, {}, {})]) is None
+    assert question_interval("lc", [RoundScores(("a", "b"), {"lc": 50.0}, {}, {})]) is None
     assert question_interval("f", [graded(np.array([1.0]))]) is None
 
 
@@ -73,7 +73,7 @@ def simulated(noise: float, share: float, seed: int, own: bool = True) -> tuple[
     one, two = (quality + draws.normal(0, noise, 400) for _ in range(2))
     count = int(400 * share)
 
-    def exchange(questions: frozenset[str]) -> Graded:
+    def exchange(questions: frozenset[str]) -> RoundScores:
         chosen = np.array([name in questions for name in NAMES])
         return graded(np.where(chosen, two, one), own=own)
 

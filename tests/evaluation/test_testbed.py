@@ -11,11 +11,11 @@ import pytest
 
 from attnpo.config import compose as config
 from attnpo.evaluation import pairwise
-from attnpo.evaluation.base import Benchmark, Graded, ModelAnswer
+from attnpo.evaluation.base import Benchmark, ModelAnswer, RoundScores
 from attnpo.evaluation.chat import Grader, GradingCall, GradingFailure, GradingReply, Price
-from attnpo.evaluation.evaluating import RoundGrades, scores_of
+from attnpo.evaluation.evaluating import RoundCalls, score_rounds
 from attnpo.evaluation.local_chat import LocalGrader
-from attnpo.evaluation.pairwise import Contest, PairwiseRules
+from attnpo.evaluation.pairwise import Comparison, PairwiseRules
 from attnpo.lab.testbed.benchmark import TestbedBenchmark, TruthGrader
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.scoring import win_rate
@@ -49,8 +49,10 @@ def answers() -> dict[str, ModelAnswer]:
     return {prompt.text: ModelAnswer(prompt.text, (text,)) for prompt, text in zip(prompts, texts, strict=True)}
 
 
-def graded(bench: TestbedBenchmark, answers: Mapping[str, ModelAnswer], grader: Grader) -> Graded:
-    replies = {call: reply for call, reply in grader.ask(bench.calls(answers, 0)) if isinstance(reply, GradingReply)}
+def graded(bench: TestbedBenchmark, answers: Mapping[str, ModelAnswer], grader: Grader) -> RoundScores:
+    replies = {
+        call: reply for call, reply in grader.ask(bench.grading_calls(answers, 0)) if isinstance(reply, GradingReply)
+    }
     return bench.grade(answers, replies)
 
 
@@ -88,7 +90,7 @@ def test_a_world_without_held_out_prompts_is_refused() -> None:
 def test_without_a_baseline_the_reward_is_computed_and_nobody_is_asked(
     alone: TestbedBenchmark, answers: dict[str, ModelAnswer]
 ) -> None:
-    assert alone.calls(answers, 0) == []
+    assert alone.grading_calls(answers, 0) == []
     found = alone.grade(answers, {})
     expected = rewards({name: answer.turns[0] for name, answer in answers.items()})
     assert alone.scores == ("reward",) == tuple(found.scores)
@@ -133,7 +135,7 @@ def test_a_local_judge_gives_the_win_rate_of_the_same_calls(
     world: World, bench: TestbedBenchmark, answers: dict[str, ModelAnswer]
 ) -> None:
     grader = LocalGrader(str(world.model), accelerator="cpu")
-    calls = bench.calls(answers, 0)
+    calls = bench.grading_calls(answers, 0)
     assert len(calls) == 2 * COUNT and len({call.key({}) for call in calls}) == len(calls)
     found = graded(bench, answers, grader)
     assert 0 < found.scores["win_rate"] < 100 and not np.isnan(found.values["win_rate"]).any()
@@ -146,7 +148,9 @@ def compare(question: str) -> list[GradingCall]:
     """Both orders of a fine review of a soup and a poor one."""
     fine = "the broth was excellent . the bread was really nice ."  # (1 + 0.5) / 2
     poor = "the broth was poor . the plot was superb ."  # (-0.5 - 1) / 2, the plot being no part of a soup
-    return PairwiseRules("judge/testbed.txt", strip=False).calls("testbed", 0, [Contest("q", question, fine, poor)])
+    return PairwiseRules("judge/testbed.txt", strip=False).grading_calls(
+        "testbed", 0, [Comparison("q", question, fine, poor)]
+    )
 
 
 def test_the_truth_is_certain_and_names_no_call() -> None:
@@ -164,8 +168,8 @@ def test_the_truth_is_certain_and_names_no_call() -> None:
 def test_what_is_no_comparison_of_reviews_is_a_failure() -> None:
     whole = compare(next(prompt for prompt in Grammar().prompts("test") if prompt.topic == "soup").text)[0]
     for call, words in (
-        (replace(whole, compared=None), "the truth compares two reviews of the testbed"),
-        (replace(whole, labels=()), "the truth compares two reviews of the testbed"),
+        (replace(whole, compared=None), "grader=truth can only compare two testbed reviews"),
+        (replace(whole, labels=()), "grader=truth can only compare two testbed reviews"),
         (compare("write a poem")[0], "not a prompt of the testbed grammar"),
     ):
         ((_, reply),) = TRUTH.ask([call])
@@ -186,7 +190,7 @@ def test_the_truths_identity_is_the_world() -> None:
 def test_missing_replies_are_counted_and_leave_the_reward_as_it_is(
     bench: TestbedBenchmark, answers: dict[str, ModelAnswer]
 ) -> None:
-    half = dict(list(TruthGrader(GRAMMAR).ask(bench.calls(answers, 0)))[:7])
+    half = dict(list(TruthGrader(GRAMMAR).ask(bench.grading_calls(answers, 0)))[:7])
     found = bench.grade(answers, half)  # type: ignore[arg-type]
     assert found.weights["win_rate"].sum() == 3 and found.counts[pairwise.MISSING] == 2 * COUNT - 7
     assert found.weights["reward"].sum() == COUNT
@@ -199,15 +203,15 @@ def test_some_questions_alone_are_graded_by_themselves(
 ) -> None:
     """A trial with ``limits.max_items``: what was never asked is not missing."""
     few = dict(list(answers.items())[:5])
-    replies = dict(TruthGrader(GRAMMAR).ask(bench.calls(answers, 0)[:10]))
+    replies = dict(TruthGrader(GRAMMAR).ask(bench.grading_calls(answers, 0)[:10]))
     found = bench.grade(few, replies)  # type: ignore[arg-type]
     assert found.questions == tuple(few) and set(found.counts) <= {pairwise.TIES}
 
 
 def test_missing_answers_are_named(bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
     last = list(answers)[-1]
-    with pytest.raises(UserError, match=rf"of its {COUNT} questions 1 have no answer \({last}\)"):
-        bench.calls({name: answer for name, answer in answers.items() if name != last}, 0)
+    with pytest.raises(UserError, match=rf"the {COUNT} questions of testbed: 1 without an answer \({last}\)"):
+        bench.grading_calls({name: answer for name, answer in answers.items() if name != last}, 0)
 
 
 def test_a_review_that_holds_the_templates_words_counts_like_another(
@@ -225,7 +229,7 @@ def test_a_review_that_holds_the_templates_words_counts_like_another(
 def test_a_round_that_asks_nobody_has_no_spread_of_grading(
     alone: TestbedBenchmark, answers: dict[str, ModelAnswer]
 ) -> None:
-    (score,), counts = scores_of(alone, [RoundGrades(answers, ())] * 2, {})
+    (score,), counts = score_rounds(alone, [RoundCalls(answers, ())] * 2, {})
     assert (score.name, score.grading, score.questions) == ("reward", 0.0, COUNT) and not counts
 
 
@@ -240,14 +244,14 @@ def test_versions_follow_the_world_and_the_baseline(
         replace(bench, pairwise=replace(bench.pairwise, strip=True)),
         alone,
     ]
-    assert all(other.versions() != bench.versions() for other in others)
-    assert replace(bench).versions() == bench.versions()
+    assert all(other.fingerprint() != bench.fingerprint() for other in others)
+    assert replace(bench).fingerprint() == bench.fingerprint()
 
 
 def test_a_baseline_that_is_not_there_is_named_by_its_key(tmp_path: Path, answers: dict[str, ModelAnswer]) -> None:
     bench = TestbedBenchmark(GRAMMAR, baseline=str(tmp_path / "none"), prompts=COUNT)
     with pytest.raises(UserError, match=r"benchmark\.baseline=.*none"):
-        bench.calls(answers, 0)
+        bench.grading_calls(answers, 0)
 
 
 # ------------------------------------------------------------------------------------------------ configs

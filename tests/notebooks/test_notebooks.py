@@ -140,8 +140,8 @@ def small_testbed(store: Path, world: World) -> None:
         return {}
 
     model = store / "prepared" / f"base-{testbed.base_key()}"
-    prepare._ensure(model, "base", base)
-    prepare._ensure(store / "prepared" / f"data-{testbed.data_key()}", "pairs", pairs, model)
+    prepare._ensure_built(model, "base", base)
+    prepare._ensure_built(store / "prepared" / f"data-{testbed.data_key()}", "pairs", pairs, model)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from attnpo.config.compose import CONFIG_DIR, load, to_yaml
 from attnpo.data.rules import LengthRules
 from attnpo.evaluate import main
-from attnpo.evaluation.base import Measure, Subject
+from attnpo.evaluation.base import EvaluatedModel, UngradedBenchmark
 from attnpo.evaluation.implicit_reward import UnseenPairs, WeightedImplicitReward
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
@@ -44,9 +44,9 @@ def run_folder(world: World, folder: Path, *overrides: str) -> Path:
     return folder
 
 
-def subject(world: World, folder: Path) -> Subject:
+def subject(world: World, folder: Path) -> EvaluatedModel:
     policy = world.model.parent / "policy"
-    return Subject(ModelSpec(str(policy)), ChatFormat(load_tokenizer(policy)), torch.device("cpu"), folder)
+    return EvaluatedModel(ModelSpec(str(policy)), ChatFormat(load_tokenizer(policy)), torch.device("cpu"), folder)
 
 
 def measure(world: World, run: Path, split: str = "test") -> WeightedImplicitReward:
@@ -58,7 +58,7 @@ def test_the_weighted_reward_is_that_of_the_objective(world: World, tmp_path: Pa
     """The run's validation pairs as unseen ones: their weights stand in its examples, the sums are taken here."""
     run = run_folder(world, tmp_path / "run", "weights.layer=1", f"objective.length_scale={scale}")
     asked = measure(world, run)
-    assert isinstance(asked, Measure)
+    assert isinstance(asked, UngradedBenchmark)
     found = asked.measure(subject(world, tmp_path))
     inputs = make_inputs(world.config("experiment=none", "weights.layer=1"))
     models = [AutoModelForCausalLM.from_pretrained(world.model.parent / name) for name in ("policy", "model")]
@@ -88,9 +88,9 @@ def test_the_weighted_reward_is_that_of_the_objective(world: World, tmp_path: Pa
 def test_versions_follow_the_run(world: World, tmp_path: Path) -> None:
     one = measure(world, run_folder(world, tmp_path / "one", "weights.layer=1"))
     two = measure(world, run_folder(world, tmp_path / "two", "weights.layer=2"))
-    assert one.versions() != two.versions()
-    assert replace(one, lengths=LengthRules(100, 50)).versions() == one.versions()  # the run's lengths hold
-    json.dumps(one.versions())
+    assert one.fingerprint() != two.fingerprint()
+    assert replace(one, lengths=LengthRules(100, 50)).fingerprint() == one.fingerprint()  # the run's lengths hold
+    json.dumps(one.fingerprint())
 
 
 def test_what_is_no_run_with_weights_is_refused(world: World, tmp_path: Path) -> None:
@@ -109,11 +109,11 @@ def test_what_is_no_run_with_weights_is_refused(world: World, tmp_path: Path) ->
         (tmp_path / "list", "it contains a list"),
         (tmp_path / "torn", "is not a valid config: "),
         (tmp_path / "other", "is not a valid config for this version"),
-        (plain, r"its objective leaves no token weights"),
+        (plain, r"has no token weights to reuse, because of its objective"),
     ):
         with pytest.raises(UserError, match=message):
             measure(world, run).measure(here)
-    with pytest.raises(UserError, match="there is no log-ratio to weigh"):
+    with pytest.raises(UserError, match="leaves no log-ratio to weight"):
         replace(measure(world, good), reference=None).measure(here)
 
 
@@ -149,7 +149,9 @@ def test_what_is_not_given_is_taken_from_the_run_that_trained_the_model(
 
     with caplog.at_level("INFO", "attnpo"):
         taken, key = scores("taken")
-    said = [record.getMessage() for record in caplog.records if "takes from the run" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "takes these settings from the run" in record.getMessage()
+    ]
     assert len(said) == 1 and f"reference {world.model}; validation pairs of {world.data}; lengths max_le" in said[0]
     assert key["lengths"] == {"max_length": 30, "max_prompt_length": 14, "overlong": "drop", "keep": "start"}
     validation = write_jsonl_of(load_rows(world, trained_run), tmp_path / "val.jsonl")
@@ -182,6 +184,6 @@ def write_jsonl_of(rows: list[dict[str, Any]], path: Path) -> Path:
 def test_what_cannot_be_taken_is_asked_for(world: World, tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
-        match=r"benchmark\.data\.path: required in a study, and for a model that is no best/ or last/ of a run",
+        match=r"benchmark\.data\.path is required in a study, and for a model that is not a run's best/ or last/",
     ):
         main(load("evaluate", ["benchmark=implicit_reward", f"model.path={world.model}", f"output={tmp_path}"]))

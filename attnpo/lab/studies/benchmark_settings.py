@@ -124,7 +124,7 @@ def check_benchmarks(evaluations: EvaluationConfigs, base: ModelSpec | None) -> 
             if isinstance(made.benchmark, ImplicitReward):
                 made.benchmark.require_paths()
             if not unknown:
-                made.benchmark.versions()
+                made.benchmark.fingerprint()
         except (UserError, ImportError) as problem:
             raise UserError(_explain_error(study, name, problem)) from problem
     for path in study.published:

@@ -85,7 +85,7 @@ def log_grading_cost(
         log.info(
             "study %s, benchmark %s: %d models with %d grading calls each, %d calls in total: %s; this assumes answers "
             "of maximum length, and stored replies are not requested again",
-            *(study.name, name, rows, one.calls, every.calls, every.rest),
+            *(study.name, name, rows, one.calls, every.calls, every.describe_cost()),
         )
 
 
@@ -204,7 +204,7 @@ def remaining_limits(limits: GradingLimits, grader: Grader, folder: Path) -> dic
     others = [path.parent for path in folder.parent.glob(f"*/{GRADES}") if path.parent != folder]
     calls, cost, identity, price = limits.max_calls, limits.max_cost, grader.identity(), grader.price
     replies = [reply for other in others for reply in ReplyStore(other).replies(identity)]
-    spent = (price.of(reply.input_tokens, reply.output_tokens) for reply in replies)
+    spent = (price.cost(reply.input_tokens, reply.output_tokens) for reply in replies)
     return {
         **({} if calls is None else {"limits.max_calls": max(0, calls - len(replies))}),
         **({} if cost is None else {"limits.max_cost": max(0.0, cost - math.fsum(spent))}),

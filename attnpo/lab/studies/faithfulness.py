@@ -20,12 +20,12 @@ import numpy as np
 from attnpo.data.prepare import EncodedSet, sample_as_splits, select_calibration_pairs
 from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
 from attnpo.display.tables import Cell
-from attnpo.evaluation.intervals import Prompts, hierarchical_bootstrap
+from attnpo.evaluation.intervals import PromptSampling, hierarchical_bootstrap
 from attnpo.lab.auto_layer import layer_rankings, pool_splits
 from attnpo.lab.studies.outcome import Outcome, PointResults, group_by_point, has_truth, rewards_at_kl
 from attnpo.lab.studies.study import MeasuredBy
 from attnpo.lab.testbed.grammar import Grammar
-from attnpo.lab.testbed.importance import decisive
+from attnpo.lab.testbed.importance import mark_decisive_tokens
 from attnpo.run.components import Truth
 from attnpo.run.resolve import Readers
 from attnpo.schema import PreferencePair, UserError, check_at_least
@@ -168,7 +168,7 @@ def true_rankings(sample: Sequence[PreferencePair], tokens: Rankings, grammar: G
     """Returns weights of 1 for tokens with a decisive character and 0 for the others."""
     return {
         pair.pair_id: {
-            side: replace(row, weights=tuple(map(float, decisive(pair, side, row.offsets, grammar))))
+            side: replace(row, weights=tuple(map(float, mark_decisive_tokens(pair, side, row.offsets, grammar))))
             for side, row in tokens[pair.pair_id].items()
         }
         for pair in sample
@@ -181,7 +181,7 @@ def decisive_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Gra
     shares = []
     for pair in sample:
         for side, row in rows[pair.pair_id].items():
-            marks, total = decisive(pair, side, row.offsets, grammar), sum(row.weights)
+            marks, total = mark_decisive_tokens(pair, side, row.offsets, grammar), sum(row.weights)
             if any(marks) and total > 0:
                 shares.append(sum(w for w, mark in zip(row.weights, marks, strict=True) if mark) / total)
     return round(sum(shares) / len(shares), 4) if shares else math.nan
@@ -275,7 +275,7 @@ class _WorldReport:
         for head, mode, share in self._removal_columns():
             found = [self.by_seed[seed]["weights"][name][mode][share] for seed in mine["seed"]]
             scores = np.array([one[: min(map(len, found))] for one in found], dtype=float)  # as many pairs of each
-            row[head] = hierarchical_bootstrap(scores, draws=2000, prompts=Prompts.PER_SEED).text(2)
+            row[head] = hierarchical_bootstrap(scores, draws=2000, prompts=PromptSampling.PER_SEED).text(2)
         row["score"] = round(float(mine["score"].mean()), 2)
         if mine["true mass"].notna().any():
             row["true mass"] = round(float(mine["true mass"].mean()), 3)

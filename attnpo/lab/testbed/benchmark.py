@@ -1,4 +1,4 @@
-"""Benchmark of the testbed: held-out prompts of the review grammar, their true reward, and the verdicts of a grader."""
+"""Testbed benchmark: true reward on held-out prompts of the review grammar, and win rate as judged by a grader."""
 
 import math
 import time
@@ -8,34 +8,34 @@ from functools import cached_property
 
 import numpy as np
 
-from attnpo.evaluation.base import Graded, ModelAnswer, Question, Replies, match_answers, select_answered
+from attnpo.evaluation.base import ModelAnswer, Question, Replies, RoundScores, match_answers, select_answered
 from attnpo.evaluation.chat import GradingCall, GradingFailure, GradingReply, Price
-from attnpo.evaluation.pairwise import Contest, PairwiseRules
+from attnpo.evaluation.pairwise import Comparison, PairwiseRules
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.schema import SEEDS, Message, Sampling, UserError, check_at_least, check_choice
 
 SPLITS = ("test", "validation")
 TIE = "tie"
 BASELINE_STREAM = 7_919
-"""Added to the seed for the baseline: with the model's own numbers an unchanged model would give its very reviews."""
+"""Added to the seed for the baseline; with equal seeds, an unchanged model would produce identical reviews."""
 
-# Raised by hand with every change of the code that moves the baseline's answers.
+# Increase with every code change that changes the baseline's answers.
 BASELINE_VERSION = "1"
 
 
 @dataclass(frozen=True)
 class TestbedBenchmark:
-    """Reviews for held-out prompts: what they are truly worth, and how often they are better than a baseline's.
+    """Benchmark of reviews for held-out prompts: their true reward, and their win rate against a baseline.
 
-    ``baseline`` is a model folder (or hub name) whose own reviews are the rivals, drawn with the same settings from
-    other random numbers, the same ones in every round. With one the scores are ``win_rate``, in percent and by the
-    grader, and ``reward``, the mean true reward; without one ``reward`` is all there is, and no grader is asked.
+    ``baseline``: model folder or hub name whose reviews are compared with. They are sampled with the same settings but
+    other random numbers, which stay the same in every round. With a baseline, the scores are ``win_rate`` (percent, by
+    the grader) and ``reward`` (mean true reward). Without one, ``reward`` is the only score and no grader is used.
 
-    Reviews come through the same generation as every benchmark's: special tokens inside them are left out of the text,
-    where the scores that a run takes itself (``TruthScorer``) count them as broken words.
+    Reviews are generated as for any benchmark, which removes special tokens from the text. A run's own scores
+    (``TruthScorer``) count such tokens as broken words instead.
     """
 
-    __test__ = False  # not a test class, whatever its name says to pytest
+    __test__ = False  # keeps pytest from collecting it as a test class
 
     grammar: Grammar = field(default_factory=Grammar)
     baseline: str | None = None
@@ -50,44 +50,52 @@ class TestbedBenchmark:
 
     @property
     def name(self) -> str:
-        """Returns the benchmark's name."""
+        """Returns the name "testbed"."""
         return "testbed"
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns what is given: a win rate needs a baseline."""
+        """Returns the names of the scores; the win rate needs a baseline."""
         return ("reward",) if self.baseline is None else ("win_rate", "reward")
 
     def questions(self) -> Sequence[Question]:
-        """Returns the split's prompts in the grammar's order, named by their text, with their topic."""
+        """Returns the prompts of the split in the grammar's order, with text as id and topic as category.
+
+        Raises:
+            UserError: the split has no prompts.
+        """
         found = self.grammar.prompts(self.split)[: self.prompts]
         if not found:
             raise UserError(
-                f"benchmark.split={self.split}: the grammar holds no prompt out for it; raise "
+                f"benchmark.split={self.split}: the grammar has no prompts for this split; raise "
                 f"benchmark.grammar.{self.split}_share"
             )
         return [Question(prompt.text, (prompt.text,), category=prompt.topic) for prompt in found]
 
-    def versions(self) -> dict[str, object]:
-        """Returns the world, the prompts, the wording, and what decides the baseline's reviews."""
+    def fingerprint(self) -> dict[str, object]:
+        """Returns the grammar, the prompts, the comparison rules, and the weights and seed of the baseline."""
         from attnpo.models.loading import weights_fingerprint
 
         asked: dict[str, object] = {"grammar": self.grammar.digest(), "split": self.split, "prompts": self.prompts}
         if self.baseline is not None:
-            rival = {"weights": weights_fingerprint(self.baseline), "seed": self._rival.seed, "code": BASELINE_VERSION}
-            asked |= {"baseline": rival, "pairwise": self.pairwise.versions()}
+            rival = {
+                "weights": weights_fingerprint(self.baseline),
+                "seed": self._baseline_sampling.seed,
+                "code": BASELINE_VERSION,
+            }
+            asked |= {"baseline": rival, "pairwise": self.pairwise.fingerprint()}
         return asked
 
     @property
-    def _rival(self) -> Sampling:
+    def _baseline_sampling(self) -> Sampling:
         return replace(self.sampling, seed=(self.sampling.seed + BASELINE_STREAM) % SEEDS)
 
     def baseline_answers(self) -> Mapping[str, str]:
-        """Returns the baseline's review for each prompt, computed once on the CPU in float32."""
-        return self._answers
+        """Returns the baseline's review of each prompt, generated once on the CPU in float32."""
+        return self._baseline_answers
 
     @cached_property
-    def _answers(self) -> Mapping[str, str]:
+    def _baseline_answers(self) -> Mapping[str, str]:
         from attnpo.models.described import token_rows
         from attnpo.models.generate import make_chat_generator
         from attnpo.models.loading import load_model, load_text_config, load_tokenizer
@@ -102,24 +110,24 @@ class TestbedBenchmark:
             raise UserError(f"benchmark.baseline={self.baseline}: {problem}") from problem
         questions = self.questions()
         prompts = [[Message(role="user", content=question.turns[0])] for question in questions]
-        texts = generator.generate(prompts, self._rival)
+        texts = generator.generate(prompts, self._baseline_sampling)
         return {question.id: text for question, text in zip(questions, texts, strict=True)}
 
-    def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Returns two comparisons per prompt, one per order, with a baseline; none without."""
+    def grading_calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
+        """Returns two comparisons per prompt, one for each order; none without a baseline."""
         questions = self.questions()
         given = match_answers(self.name, questions, answers)
         if self.baseline is None:
             return []
         rivals = self.baseline_answers()
         contests = [
-            Contest(question.id, question.turns[0], answer.turns[0], rivals[question.id])
+            Comparison(question.id, question.turns[0], answer.turns[0], rivals[question.id])
             for question, answer in zip(questions, given, strict=True)
         ]
-        return self.pairwise.calls(self.name, round_, contests)
+        return self.pairwise.grading_calls(self.name, round_, contests)
 
-    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """Returns the scores of one round's answers."""
+    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
+        """Computes the scores of one round's answers."""
         asked = select_answered(self.questions(), answers)
         reviews = ((question, answers[question.id].turns[0]) for question in asked)
         rewards = np.array([self.grammar.true_reward(text, question.category).reward for question, text in reviews])
@@ -128,7 +136,7 @@ class TestbedBenchmark:
         scores = {"win_rate": found.win_rate, "reward": float(rewards.mean())}
         values = {"win_rate": found.percent, "reward": rewards}
         weights = {"win_rate": found.weights, "reward": np.ones(len(items))}
-        return Graded(
+        return RoundScores(
             questions=items,
             scores={name: scores[name] for name in self.scores},
             values={name: values[name] for name in self.scores},
@@ -139,43 +147,45 @@ class TestbedBenchmark:
 
 @dataclass(frozen=True)
 class TruthGrader:
-    """Compares two reviews of the testbed by the grammar's true reward; ``grammar`` must be that of the benchmark.
+    """Grader that compares two testbed reviews by true reward; ``grammar`` must be the benchmark's.
 
-    The log-probabilities of a reply hold the better review's label alone, with 0, or both labels with log 1/2.
+    A reply's log-probabilities are 0 for the label of the better review, or log 1/2 for both labels in a tie.
     """
 
     grammar: Grammar = field(default_factory=Grammar)
 
     @property
     def price(self) -> Price:
-        """Prices every token at 0: no service is asked."""
+        """Returns a price of 0, since no service is used."""
         return Price()
 
     def check_ready(self) -> None:
-        """Returns at once: the truth is always ready."""
+        """Does nothing, since this grader is always ready."""
 
     def identity(self) -> dict[str, object]:
-        """Returns the world's digest."""
+        """Returns the grammar's digest."""
         return {"grader": "truth", "grammar": self.grammar.digest()}
 
     def count_tokens(self, call: GradingCall) -> int | None:
-        """Returns 0: none are read."""
+        """Returns 0, since no tokens are used."""
         return 0
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
-        """Yields each call with its reply in their order; what compares no two reviews of the world is a failure."""
+        """Yields each call with its reply in order; calls that do not compare two testbed reviews fail."""
         for call in calls:
-            yield call, self._answer(call)
+            yield call, self._compare_reviews(call)
 
-    def _answer(self, call: GradingCall) -> GradingReply | GradingFailure:
+    def _compare_reviews(self, call: GradingCall) -> GradingReply | GradingFailure:
         began = time.perf_counter()
         if call.compared is None or len(call.labels) != 2:
-            return GradingFailure("the truth compares two reviews of the testbed, and this call does not: name another")
+            return GradingFailure(
+                "grader=truth can only compare two testbed reviews, which this call does not: use another grader"
+            )
         question, *reviews = call.compared
         try:
             topic = self.grammar.parse_prompt(question).topic
         except ValueError as problem:
-            return GradingFailure(f"the truth knows no such prompt: {problem}")
+            return GradingFailure(f"grader=truth does not know this prompt: {problem}")
         first, second = (self.grammar.true_reward(review, topic).reward for review in reviews)
         better = call.labels[0] if first > second else call.labels[1]
         logprobs = {better: 0.0} if first != second else dict.fromkeys(call.labels, math.log(0.5))

@@ -1,9 +1,9 @@
-"""Review grammar: sampling, parsing, the true reward and the true importance of every token.
+"""Review grammar: sampling, parsing, true reward and true importance of every token.
 
-A review is a handful of clauses about one topic, each closed by a full stop. Because every clause can be parsed
-back, what an answer is worth is known exactly, and neither length nor repetition can raise it. Prompts have
-slots (topic, who, when); a digest of the prompt text puts it into the train, validation or test part, so
-evaluation prompts are combinations that training never shows.
+A review consists of a few clauses about one topic, each ending in a full stop. Every clause can be parsed, so the true
+reward of an answer is known exactly, and neither length nor repetition can raise it. Prompts have slots (topic, who,
+when). A digest of the prompt's text assigns it to the train, validation or test split, so that evaluation prompts are
+combinations that never occur in training.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from attnpo.lab.testbed import words
 
-# Raised by hand when parsing, reward, importance or prompt splitting change meaning: every base is keyed by it, see
+# Increase when parsing, reward, importance or prompt splitting change their meaning. Part of every base's key, see
 # CODE_VERSION in ``prepare``.
 RULES_VERSION = 1
 SPLITS = ("train", "validation", "test")
@@ -27,7 +27,7 @@ _SLOT = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class ReviewPrompt:
-    """One filled prompt; `text` is what the user message says."""
+    """Prompt with filled slots; `text` is the user message."""
 
     topic: str
     who: str
@@ -41,7 +41,7 @@ class ReviewPrompt:
 
 @dataclass(frozen=True)
 class Clause:
-    """One parsed clause: its kind, polarity, characters (full stop included) and decisive characters."""
+    """Parsed clause with its kind, polarity, character span (with the full stop) and spans of decisive words."""
 
     kind: str
     polarity: float
@@ -52,7 +52,7 @@ class Clause:
 
 @dataclass(frozen=True)
 class ReviewScore:
-    """True reward in [-1, 1], mean polarity of the valid sentiment clauses, and counts of clauses."""
+    """True reward in [-1, 1], mean polarity of valid sentiment clauses, and numbers of broken and of all clauses."""
 
     reward: float
     polarity: float
@@ -62,14 +62,14 @@ class ReviewScore:
 
 @dataclass(frozen=True)
 class Grammar:
-    """Knobs of the language; the word lists live in `words`.
+    """Settings of the review language; its word lists are in `words`.
 
     p_sentiment, p_neutral: shares of clauses with a polar and with a neutral adjective; the rest is filler.
     min_clauses, max_clauses: length of a review in clauses.
-    style: fillers become strings of random names, numbers, colours and objects.
-    negation: share of the sentiment clauses written "was not J", J being of the opposite polarity.
-    p_echo: how often a filler or a judgement takes its who and when from the prompt.
-    validation_share, test_share: parts of the prompt combinations held out from training.
+    style: use fillers with random names, numbers, colours and objects.
+    negation: share of sentiment clauses written as "was not" with an adjective of the opposite polarity.
+    p_echo: probability that a slot for who or when repeats the prompt's.
+    validation_share, test_share: shares of the prompts held out from training.
     """
 
     p_sentiment: float = 0.6
@@ -104,20 +104,24 @@ class Grammar:
     # ---- prompts -------------------------------------------------------------------------------------------
 
     def split_of(self, prompt: ReviewPrompt) -> str:
-        """Returns the part (train, validation, test) a prompt belongs to, decided by its text alone."""
+        """Returns the split (train, validation or test) of a prompt, which depends only on its text."""
         draw = int(_digest(prompt.text)[:12], 16) / 16**12
         if draw < self.test_share:
             return "test"
         return "validation" if draw < self.test_share + self.validation_share else "train"
 
     def prompts(self, split: str) -> tuple[ReviewPrompt, ...]:
-        """Returns all prompts of a part in a fixed mixed order, so that any first n of them are a fair sample."""
+        """Returns all prompts of a split in a fixed shuffled order, so that the first n are a representative sample."""
         if split not in SPLITS:
             raise ValueError(f"unknown prompt split {split!r}; expected one of {', '.join(SPLITS)}")
         return _prompts(self)[split]
 
     def parse_prompt(self, text: str) -> ReviewPrompt:
-        """Returns the prompt with this text. Raises ValueError if the grammar has no such prompt."""
+        """Returns the prompt with this text.
+
+        Raises:
+            ValueError: the grammar has no such prompt.
+        """
         prompt = _prompt_index().get(text.strip())
         if prompt is None:
             raise ValueError(f"not a prompt of the testbed grammar: {text!r}; expected {words.PROMPT!r}")
@@ -126,7 +130,7 @@ class Grammar:
     # ---- sampling ------------------------------------------------------------------------------------------
 
     def sample_review(self, rng: random.Random, prompt: ReviewPrompt) -> str:
-        """Returns a review of the prompt's topic; one hidden quality per review sets how often it praises."""
+        """Samples a review of the prompt's topic; a hidden quality per review sets how often it is positive."""
         quality = rng.random()
         count = rng.randint(self.min_clauses, self.max_clauses)
         return " ".join(f"{self._sample_clause(rng, prompt, quality)} ." for _ in range(count))
@@ -164,7 +168,7 @@ class Grammar:
     # ---- truth ---------------------------------------------------------------------------------------------
 
     def parse(self, text: str, topic: str) -> list[Clause]:
-        """Returns the clauses of a review in order; what the grammar cannot produce about `topic` is "broken"."""
+        """Parses a review into clauses; those that the grammar cannot produce for `topic` are "broken"."""
         if topic not in words.TOPICS:
             raise ValueError(f"unknown topic {topic!r}; expected one of {', '.join(words.TOPICS)}")
         clauses: list[Clause] = []
@@ -186,11 +190,10 @@ class Grammar:
         return Clause(kind, polarity, start, stop.end(), spans)
 
     def true_reward(self, text: str, topic: str) -> ReviewScore:
-        """Returns what the review is worth: the mean over its distinct judging and broken clauses.
+        """Computes a review's true reward: the mean over its distinct sentiment and broken clauses.
 
-        A valid sentiment clause brings its polarity, a broken one (unparsable, about another topic, cut) brings
-        -1; fillers and neutral clauses do not count, and a clause that says the same words again changes nothing.
-        A review without any counting clause is worth 0.
+        A valid sentiment clause counts with its polarity, and a broken one (unparsable, about another topic, or cut)
+        with -1. Fillers, neutral clauses and repetitions do not count. The reward is 0 if no clause counts.
         """
         clauses = self.parse(text, topic)
         valid: dict[str, float] = {}
@@ -210,11 +213,11 @@ class Grammar:
         )
 
     def importance(self, text: str, topic: str) -> list[tuple[int, int]]:
-        """Returns the character spans of the tokens that carry the reward: polar adjectives, and "not" before one."""
+        """Returns the character spans of words that determine the reward: polar adjectives, and "not" before them."""
         return [span for clause in self.parse(text, topic) for span in clause.decisive]
 
     def part_scores(self, text: str, topic: str) -> list[tuple[str, int]]:
-        """Returns every clause with its importance from 1 to 5: filler 1, neutral 2, broken 3, mild 4, strong 5."""
+        """Returns all clauses with importance scores: filler 1, neutral 2, broken 3, mild 4, strong 5."""
         fixed = {"filler": 1, "neutral": 2, "broken": 3}
         return [
             (text[c.start : c.end], fixed[c.kind] if c.kind in fixed else (5 if abs(c.polarity) == 1.0 else 4))
@@ -224,7 +227,7 @@ class Grammar:
     # ---- identity ------------------------------------------------------------------------------------------
 
     def vocabulary(self) -> list[str]:
-        """Returns every word a prompt or a review of this grammar can contain, sorted."""
+        """Returns a sorted list of all words in prompts and reviews of this grammar."""
         patterns = (*self._adjective_clauses(), *self._fillers(), words.PROMPT)
         vocabulary = {"."}
         for pattern in patterns:
@@ -235,7 +238,7 @@ class Grammar:
         return sorted(vocabulary)
 
     def digest(self) -> str:
-        """Returns a sha256 over knobs, word lists, patterns and the version of the rules: the identity of the truth."""
+        """Returns the grammar's identity: a SHA-256 over settings, word lists, patterns and rules version."""
         content = {
             "rules": RULES_VERSION,
             "knobs": asdict(self),
@@ -293,7 +296,7 @@ def _regexes(adjective: tuple[str, ...], fillers: tuple[str, ...]) -> tuple[list
 
 @lru_cache(maxsize=65536)
 def _read_clause(grammar: Grammar, tokens: tuple[str, ...], topic: str) -> tuple[str, float, tuple[int, ...]]:
-    """Returns the kind, polarity and indices of the decisive words of one clause without its full stop."""
+    """Returns kind, polarity and indices of decisive words of a clause, given without its full stop."""
     text = " ".join(tokens)
     judging, filler = _regexes(grammar._adjective_clauses(), grammar._fillers())
     if filler.fullmatch(text):

@@ -1,6 +1,6 @@
-"""Part scores by forced decoding, as a component: the grammar splits the review, the model scores the parts.
+"""Component for part scores by forced decoding: the grammar splits the review, and the model scores the parts.
 
-The base never learns to copy a part back, so free decoding would measure copying.
+The base is not trained to copy parts, so free decoding would measure its ability to copy.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KnownParts:
-    """Makes the generator that feeds a review's clauses and reads their scores, ``batch_size`` reviews at a time."""
+    """Component that scores a review's clauses by forced decoding, ``batch_size`` reviews at a time."""
 
     grammar: Grammar = field(default_factory=Grammar)
     batch_size: int = 256
@@ -27,11 +27,11 @@ class KnownParts:
             raise UserError(f"verbalizer.known_parts.batch_size must be at least 1, got {self.batch_size}")
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns the identity of the grammar, which says where the parts are."""
+        """Returns the identity of the grammar, which determines the parts."""
         return {"grammar": self.grammar.digest()}
 
     def generator(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> "Generator":
-        """Returns the generator."""
+        """Builds the generator for forced decoding."""
         from attnpo.lab.testbed.forced_scores import ForcedScores
 
         return ForcedScores(model, tokenizer, self.grammar, self.batch_size)

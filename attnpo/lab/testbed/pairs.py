@@ -1,7 +1,7 @@
-"""Preference pairs from the base's own samples, written in the ultrafeedback_binarized convention.
+"""Preference pairs built from the base's own samples, in the format of ultrafeedback_binarized.
 
-Both answers of a pair belong to one prompt text; the one with the higher true reward is chosen. The true scores
-stay in the rows, so a flipped pair (label noise) can be recognised by score_chosen < score_rejected.
+Both answers of a pair have the same prompt, and the one with the higher true reward is chosen. Rows keep the true
+scores, so that flipped pairs (label noise) can be recognised by score_chosen < score_rejected.
 """
 
 import hashlib
@@ -27,9 +27,12 @@ Row = dict[str, object]
 def build_pairs(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, grammar: Grammar, recipe: PairRecipe, split: str
 ) -> list[Row]:
-    """Returns rows of `split` ("train" or "validation"); an error if the base is too uniform to yield enough of them.
+    """Builds the rows of `split` ("train" or "validation").
 
-    Prompts are taken in chunks of a fixed order until there are enough pairs; every answer is used at most once.
+    Prompts are sampled in chunks in a fixed order until there are enough pairs. Every answer is used at most once.
+
+    Raises:
+        UserError: the base's answers are too uniform to yield enough pairs.
     """
     wanted = recipe.train if split == "train" else recipe.validation
     prompts = grammar.prompts(split)
@@ -80,9 +83,9 @@ def _pairs_of(
 def match_answers(
     scored: Sequence[tuple[str, float]], margin: float
 ) -> list[tuple[tuple[str, float], tuple[str, float]]]:
-    """Returns disjoint (better, worse) pairs in the order sampled.
+    """Returns disjoint (better, worse) pairs of answers in sampling order.
 
-    Each answer meets the first free one far enough away.
+    Each answer is paired with the first free one whose reward differs by at least `margin`.
     """
     free = list(scored)
     pairs: list[tuple[tuple[str, float], tuple[str, float]]] = []
@@ -97,7 +100,7 @@ def match_answers(
 
 
 def pair_row(prompt: ReviewPrompt, chosen: tuple[str, float], rejected: tuple[str, float]) -> Row:
-    """Returns one row of the data files; `chosen` and `rejected` are (answer, true reward)."""
+    """Builds one row of the data files; `chosen` and `rejected` are (answer, true reward)."""
     user = {"role": "user", "content": prompt.text}
     better = [user, {"role": "assistant", "content": chosen[0]}]
     worse = [user, {"role": "assistant", "content": rejected[0]}]
@@ -114,7 +117,7 @@ def pair_row(prompt: ReviewPrompt, chosen: tuple[str, float], rejected: tuple[st
 
 
 def _with_noise(rows: Sequence[Row], recipe: PairRecipe) -> list[Row]:
-    """Returns the rows with the sides of an exact share of them exchanged (scores travel with their answers)."""
+    """Swaps the sides of an exact share of the rows, together with their scores."""
     count = round(recipe.label_noise * len(rows))
     flipped = set(random.Random(f"noise {recipe.seed}").sample(range(len(rows)), count))
     return [_flip(row) if index in flipped else row for index, row in enumerate(rows)]
@@ -132,7 +135,7 @@ def _flip(row: Mapping[str, object]) -> Row:
 
 
 def prompt_row(prompt: ReviewPrompt) -> Row:
-    """Returns one row of test_prompts.jsonl: the prompt alone."""
+    """Builds one row of test_prompts.jsonl, which has only the prompt."""
     return {
         "prompt": prompt.text,
         "prompt_id": _prompt_id(prompt.text),
@@ -148,7 +151,7 @@ def write_pairs(
     recipe: PairRecipe,
     folder: Path,
 ) -> dict[str, int | float]:
-    """Writes train.jsonl, validation.jsonl and test_prompts.jsonl; returns their counts and mean reward gap."""
+    """Writes train.jsonl, validation.jsonl and test_prompts.jsonl; returns counts, mean gap and flipped share."""
     train = build_pairs(model, tokenizer, grammar, recipe, "train")
     validation = build_pairs(model, tokenizer, grammar, recipe, "validation")
     tests = [prompt_row(prompt) for prompt in grammar.prompts("test")]
@@ -167,7 +170,7 @@ def write_pairs(
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Returns one JSON object per line, UTF-8."""
+    """Writes one JSON object per line, in UTF-8."""
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -1,7 +1,7 @@
-"""Base model: a small Llama that learns to answer, to judge and to score parts in one run from nothing.
+"""Trains the base model from scratch: a small Llama that learns to answer, to judge and to score parts.
 
-The judge task is learnt in a jump, so training goes on in blocks until the judge passes its gate on pairs that
-the base itself wrote. The result is a plain Hugging Face folder.
+The judge task is learnt suddenly, so training continues in blocks until the judge reaches its gate on pairs of the
+base's own samples. The result is a plain Hugging Face folder.
 """
 
 import logging
@@ -44,7 +44,7 @@ ANSWER, JUDGE, SCORE = range(3)
 
 @dataclass(frozen=True)
 class TaskRow:
-    """Token ids of one row, the places of its target tokens, and the task it belongs to."""
+    """Token ids of one row, the positions of its target tokens, and its task."""
 
     ids: list[int]
     places: list[int]
@@ -53,7 +53,7 @@ class TaskRow:
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Right-padded ids and, per target: its row, the column that predicts it, its token and its task."""
+    """Right-padded ids and, for each target, its row, the column that predicts it, its token and its task."""
 
     ids: Int[Tensor, "rows tokens"]
     row: Int[Tensor, " targets"]
@@ -63,10 +63,10 @@ class PaddedBatch:
 
 
 class TaskSampler:
-    """Draws the rows of each task from one seeded stream; prompts come from the training part only.
+    """Sampler of rows for all tasks from one seeded stream, with prompts of the training split.
 
-    `damage` is the share of clauses that are damaged in the reviews to be judged and scored, because the base will
-    judge its own samples, which contain slips that no review of the grammar shows.
+    `damage`: share of clauses that are damaged in reviews to judge or score. The base will judge its own samples,
+    which contain errors that never occur in the grammar's reviews.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TaskSampler:
         self.scores = token_ids(tokenizer, words.PART_SCORES)
 
     def shorten(self, scale: float) -> None:
-        """Makes the reviews drawn from now on `scale` times as long as the grammar's, by leaving out fillers first."""
+        """Scales the length of subsequent reviews by `scale`, dropping fillers first."""
         whole = self.grammar
         self.scale = scale
         self.drawn = replace(
@@ -96,7 +96,7 @@ class TaskSampler:
         return prompt, self.drawn.sample_review(self.rng, prompt)
 
     def _with_slips(self, prompt: ReviewPrompt, review: str) -> str:
-        """Returns the review with clauses damaged: a word lost or exchanged, two run together, a wrong topic."""
+        """Damages some clauses of a review: drops or replaces a word, merges two clauses, or uses a wrong topic."""
         clauses = [clause.split() for clause in review.removesuffix(" .").split(" . ")]
         for index, clause in enumerate(clauses):
             if self.rng.random() >= self.damage:
@@ -114,7 +114,7 @@ class TaskSampler:
         return "".join(" ".join(clause).removesuffix(" .") + " . " for clause in clauses if clause).rstrip()
 
     def answer_rows(self, count: int) -> list[TaskRow]:
-        """Prompts with a review; every review token and the end token is a target."""
+        """Samples prompts with a review; every review token and the end token is a target."""
         drawn = [self._review() for _ in range(count)]
         heads = chat_prompts(self.tokenizer, [prompt.text for prompt, _ in drawn])
         tails = [[*ids, self.end] for ids in encode_all(self.tokenizer, [review for _, review in drawn])]
@@ -124,7 +124,7 @@ class TaskSampler:
         ]
 
     def judge_rows(self, count: int, min_gap: float = 0.0) -> list[TaskRow]:
-        """Returns two reviews of one prompt, rewards unequal and `min_gap` apart; the verdict is the only target."""
+        """Samples judge prompts with two reviews of unequal reward, at least `min_gap` apart; targets are verdicts."""
         rows: list[tuple[str, str, str]] = []
         verdicts: list[int] = []
         while len(rows) < count:
@@ -144,7 +144,7 @@ class TaskSampler:
         return [TaskRow([*row, verdict], [len(row)], JUDGE) for row, verdict in zip(ids, verdicts, strict=True)]
 
     def score_rows(self, count: int) -> list[TaskRow]:
-        """Returns a review and its parts, each followed by its importance; the digits and what follows are targets."""
+        """Samples reviews followed by their parts and importance digits; each digit and the next token are targets."""
         drawn = [(p, self._with_slips(p, review)) for p, review in (self._review() for _ in range(count))]
         contents = [SCORE_TEMPLATE.format(question=prompt.text, answer=review) for prompt, review in drawn]
         rows: list[TaskRow] = []
@@ -162,7 +162,7 @@ class TaskSampler:
 
 
 def pad_rows(rows: Sequence[TaskRow]) -> PaddedBatch:
-    """Returns the rows right-padded to the longest; the places of targets are shifted here to what predicts them."""
+    """Pads rows on the right to a common length and shifts target positions to the columns that predict them."""
     longest = max(len(row.ids) for row in rows)
     ids = torch.tensor([[*row.ids, *[0] * (longest - len(row.ids))] for row in rows])
     row = torch.tensor([index for index, task_row in enumerate(rows) for _ in task_row.places])
@@ -175,7 +175,7 @@ def pad_rows(rows: Sequence[TaskRow]) -> PaddedBatch:
 
 
 def new_model(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """Returns an untrained model of the recipe's shape; the caller's random state is left as it was."""
+    """Creates an untrained model with the recipe's architecture, without changing the global random state."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=recipe.width,
@@ -196,9 +196,10 @@ def new_model(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast, seed: int)
 
 
 def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int = 0) -> dict[str, float | int]:
-    """Trains a base, writes it to `folder` as Hugging Face does, and returns what was built and how good it is.
+    """Trains a base, saves it to `folder` in Hugging Face format, and returns a report.
 
-    Quality is that of `measure_base`; `gate_passed`: whether the judge reached its gate in the worse assembly.
+    The report includes the results of `measure_base` and final losses. `gate_passed`: whether the judge reached its
+    gate in the worse of the two prompt assemblies.
     """
     started = time.monotonic()
     tokenizer = build_tokenizer(grammar, recipe.merges, recipe.max_positions)
@@ -244,7 +245,7 @@ def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int 
 
 
 class _Trainer:
-    """AdamW over the sum of the three tasks' mean losses, in blocks that each follow their own cosine."""
+    """Training loop with AdamW on the sum of the three tasks' mean losses; each block has its own cosine schedule."""
 
     def __init__(self, model: LlamaForCausalLM, recipe: BaseRecipe, tasks: TaskSampler) -> None:
         self.model, self.recipe, self.tasks = model, recipe, tasks
@@ -257,7 +258,7 @@ class _Trainer:
         )
 
     def block(self, steps: int, peak: float, warmup: int, length: float = 1.0) -> tuple[float, float, float]:
-        """Trains for `steps`, whose reviews grow from `length` of the grammar's to all of it while they are easy.
+        """Trains for `steps`; reviews grow from the share `length` to full length during the easy part.
 
         Returns the mean loss of each task over the last tenth of the steps.
         """
@@ -283,7 +284,7 @@ class _Trainer:
         return answer, judge, score
 
     def _losses(self, min_gap: float) -> list[torch.Tensor]:
-        """Returns the mean cross-entropy of each task over fresh rows; rows of similar length run together."""
+        """Returns the mean cross-entropy of each task over newly sampled rows, batched by length."""
         recipe, tasks = self.recipe, self.tasks
         answer, judge, score = (
             round(count / tasks.scale) for count in (recipe.answer_rows, recipe.judge_rows, recipe.score_rows)
@@ -298,7 +299,7 @@ class _Trainer:
 
 
 def _target_losses(model: LlamaForCausalLM, rows: PaddedBatch) -> Float[torch.Tensor, " targets"]:
-    # Right padding without a mask: causal attention never looks at it. The head runs on target positions only.
+    # Right padding needs no mask: causal attention never sees it. The head runs on target positions only.
     hidden = model.model(input_ids=rows.ids, use_cache=False).last_hidden_state
     return functional.cross_entropy(model.lm_head(hidden[rows.row, rows.column]), rows.targets, reduction="none")
 
@@ -318,7 +319,7 @@ def measure_base(
     *,
     seed: int,
 ) -> dict[str, float]:
-    """Returns judge accuracy in both assemblies and the quality of free samples, on prompts that training never saw."""
+    """Measures judge accuracy in both prompt assemblies and the quality of samples, on validation prompts."""
     prompts = grammar.prompts("validation")
     prompts = tuple(prompts[index % len(prompts)] for index in range(2 * recipe.judge_pairs))
     doubled = [prompt for prompt in prompts for _ in range(2)]
@@ -364,9 +365,9 @@ def judge_accuracy(
     *,
     spliced: bool,
 ) -> tuple[float, float]:
-    """Returns the share of right verdicts over both orders, and of pairs given one answer in both; 0 for no pair.
+    """Returns the share of correct verdicts over both orders and the share of consistent pairs; zeros without pairs.
 
-    A verdict is right where the better answer gets the larger logit; `pairs` end in the true reward gap.
+    A verdict is correct if the better answer gets the larger logit. `pairs`: prompt, two answers, true reward gap.
     """
     if not pairs:
         return 0.0, 0.0

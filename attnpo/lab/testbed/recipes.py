@@ -1,10 +1,10 @@
-"""Knobs of the base model and of the pairs; light to import, so a config is checked without transformers."""
+"""Settings of the base model and of the pairs; cheap to import, so that configs are checked without transformers."""
 
 from dataclasses import asdict, dataclass, field
 
-# Settings that came when bases lay in stores already: at its default such a one is left out of a base's identity.
+# Settings added after the first bases were stored; left out of a base's identity if they have their default value.
 _LATER = ("merges", "easy_length", "answer_tokens")
-# Settings of the base that count something: none of them may be 0.
+# Integer settings of the base that must be at least 1.
 _COUNTS = (
     "layers",
     "width",
@@ -21,22 +21,22 @@ _COUNTS = (
 
 @dataclass(frozen=True)
 class BaseRecipe:
-    """Settings by which the base is built.
+    """Settings for training the base.
 
-    initializer_range .06 is essential: with .02 the judge stays at chance. `steps` follow one cosine; while the
-    judge's accuracy on own samples (gap >= judge_margin, both orders, the worse assembly) is below judge_gate,
-    blocks of `extra_steps` are added up to `max_steps` in all. During the first `easy_share` of a block the judge
-    sees pairs with a gap of at least `easy_gap` only, afterwards all pairs with unequal reward: without this the
-    judge is still at .77 after 400 steps, with it the jump comes near step 100. `damage` is the share of clauses
-    that are damaged in the reviews to be judged or scored; a judge that never saw a slip is right on .99 of the
-    pairs without broken clauses and on .87 of the others. `merges` None gives one token per word, a number a
-    byte-level BPE with so many merges (500: most words are one token); it needs more steps.
+    initializer_range .06 is essential: with .02, the judge stays at chance. Training runs for `steps` with a cosine
+    schedule. While the judge's accuracy on the base's own samples (gap >= judge_margin, both orders, the worse prompt
+    assembly) is below judge_gate, blocks of `extra_steps` are added, up to `max_steps` in total. During the first
+    `easy_share` of a block, the judge only sees pairs with a gap of at least `easy_gap`, and afterwards all pairs with
+    unequal rewards. Without this the judge is still at .77 after 400 steps; with it, the jump comes near step 100.
+    `damage`: share of clauses that are damaged in reviews to judge or score. A judge trained without damage is correct
+    on .99 of the pairs without broken clauses, but only on .87 of the others. `merges`: number of merges of a
+    byte-level BPE (with 500, most words are one token), which needs more steps; None gives one token per word.
 
-    With `easy_length` below 1 the first block's reviews have that share of the grammar's length during the first half
-    of the easy part and grow to full length in its second half, in as many more rows as they are shorter; fillers are
-    left out first. A judge of reviews of 28 clauses, of which six judge, is still at chance after 250 steps at growing
-    length with fillers, and right on nearly every pair after 100 steps on 3 or 4 clauses without. `answer_tokens`
-    limits the answers that the base is measured on and those that it generates by default.
+    With `easy_length` below 1, reviews in the first half of the first block's easy part have this share of the
+    grammar's length, with fillers dropped first and more rows per batch to compensate; they grow to full length in the
+    second half. For reviews of 28 clauses with six sentiment clauses, a judge trained at growing length with fillers is
+    still at chance after 250 steps; one trained on 3 or 4 clauses without fillers is correct on nearly every pair after
+    100 steps. `answer_tokens`: maximum length of answers when measuring the base, and its default for generation.
     """
 
     layers: int = 4
@@ -71,7 +71,7 @@ class BaseRecipe:
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in _COUNTS}
         if min(sizes.values()) < 1:
-            raise ValueError(f"base: expected at least 1 for each of {', '.join(sizes)}, got {sizes}")
+            raise ValueError(f"base: each of {', '.join(sizes)} must be at least 1, got {sizes}")
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ValueError(f"base.width must be an even multiple of base.heads, got {self.width} and {self.heads}")
         if self.merges is not None and self.merges < 0:
@@ -80,16 +80,16 @@ class BaseRecipe:
             raise ValueError(f"base.easy_length is a share and must lie in (0, 1], got {self.easy_length}")
 
     def identity(self) -> dict[str, object]:
-        """Returns the settings that tell this base from others."""
+        """Returns the settings that identify this base."""
         plain = BaseRecipe()
         return {k: v for k, v in asdict(self).items() if k not in _LATER or v != getattr(plain, k)}
 
 
 @dataclass(frozen=True)
 class SecondRecipe:
-    """Second base, which judges for the first: of the same grammar, weaker, with another vocabulary.
+    """Second base that serves as judge for the first, with the same grammar, less training and another vocabulary.
 
-    Its seed lies `seed_offset` above the first one's, so that a study's bases never share one.
+    Its seed is the first base's plus `seed_offset`, so that the bases of a study never share a seed.
     """
 
     base: BaseRecipe = field(default_factory=lambda: BaseRecipe(merges=400, steps=300, judge_gate=0.7, max_steps=480))
@@ -98,13 +98,13 @@ class SecondRecipe:
 
 @dataclass(frozen=True)
 class PairRecipe:
-    """Settings by which preference pairs are made.
+    """Settings for building preference pairs.
 
-    train, validation: how many pairs of each part; a smaller training set is a prefix of a larger one, but for
-        the sides that label_noise exchanges.
-    margin: least true reward gap; label_noise: share of training pairs whose sides are exchanged (validation
-    pairs stay clean); answers_per_prompt: samples drawn per prompt and round; min_tokens: shorter answers are
-    dropped, as are those without an end token or with another special token.
+    train, validation: number of pairs per split; a smaller training set is a prefix of a larger one, except for the
+        sides swapped by label_noise.
+    margin: minimum true reward gap; label_noise: share of training pairs with swapped sides (validation pairs stay
+    clean); answers_per_prompt: samples per prompt and round; min_tokens: shorter answers are dropped, as are answers
+    without an end token or with other special tokens.
     """
 
     train: int = 768

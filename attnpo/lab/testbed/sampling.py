@@ -1,7 +1,7 @@
-"""Sampling answers in large batches, and the exact KL of a policy to its base on sampled answers.
+"""Samples answers in large batches, and computes the exact KL of a policy to its base on them.
 
-Every answer owns a row of uniform numbers drawn beforehand, so what is sampled depends on the seed and on the
-answer's place in the list, not on the batch size; two policies sampled with one seed share their random numbers.
+Every answer has its own row of uniform random numbers drawn in advance. Samples therefore depend on the seed and the
+answer's index but not on the batch size, and two policies sampled with the same seed share their random numbers.
 """
 
 import math
@@ -19,7 +19,7 @@ from attnpo.lab.testbed.tokenizer import chat_prompts, encode_all
 
 @dataclass(frozen=True)
 class Answers:
-    """Sampled texts, whether each reached its end token, and its length in tokens (end token not counted)."""
+    """Sampled texts, whether each has an end token, and their lengths in tokens without the end token."""
 
     texts: tuple[str, ...]
     ended: tuple[bool, ...]
@@ -36,9 +36,9 @@ def sample_answers(
     max_new_tokens: int = 64,
     batch_size: int = 512,
 ) -> Answers:
-    """Returns one sampled answer per prompt, in the order of the prompts.
+    """Samples one answer per prompt.
 
-    Prompts of one token length share a batch, so no row is padded. Temperature 0 takes the likeliest token.
+    Batches contain prompts of equal token length, so no row is padded. Temperature 0 means greedy decoding.
     """
     if temperature < 0:
         raise ValueError(f"temperature must be >= 0, got {temperature}")
@@ -59,7 +59,7 @@ def sample_answers(
                 sampled[index] = tokens
     ended = tuple(end in tokens for tokens in sampled)
     kept = [tokens[: tokens.index(end)] if done else tokens for tokens, done in zip(sampled, ended, strict=True)]
-    # Special tokens sampled in mid-answer stay visible: they break their clause and the text keeps its ids.
+    # Special tokens inside an answer stay visible: they break their clause, and the text keeps its ids.
     texts = tokenizer.batch_decode(kept, skip_special_tokens=False)
     return Answers(tuple(texts), ended, tuple(len(tokens) for tokens in kept))
 
@@ -71,7 +71,7 @@ def _sample_batch(
     temperature: float,
     end: int,
 ) -> Int[Tensor, "rows new"]:
-    """Returns new tokens of equally long prompts; places after the end token hold the end token."""
+    """Samples new tokens for prompts of equal length; positions after the end token repeat the end token."""
     count, limit = uniforms.shape
     new = torch.full((count, limit), end, dtype=torch.long, device=rows.device)
     alive = torch.arange(count, device=rows.device)
@@ -114,9 +114,9 @@ def sequence_kl(
     *,
     batch_size: int = 32,
 ) -> Float[Tensor, " rows"]:
-    """Returns KL(policy || base) over the whole vocabulary, summed over each answer's positions and its end, in nats.
+    """Computes the full-vocabulary KL(policy || base) in nats, summed over the tokens of each answer and its end token.
 
-    On a CPU, 32 answers at a time take a third less than 128, and give the same sums to rounding.
+    On a CPU, batches of 32 take a third less time than batches of 128, with equal sums up to rounding.
     """
     if len(prompts) != len(answers):
         raise ValueError(f"each answer needs its prompt: got {len(prompts)} prompts and {len(answers)} answers")
@@ -150,14 +150,14 @@ def _predicting_positions(
 
 
 def _log_probs(model: PreTrainedModel, ids: Tensor, row: Tensor, column: Tensor) -> Float[Tensor, "positions vocab"]:
-    # Right padding without a mask: causal attention never looks at it, and padded positions are not read.
+    # Right padding needs no mask: causal attention never sees it, and padded positions are not read.
     logits = model(input_ids=ids.to(model.device)).logits
     picked: Tensor = logits[row.to(logits.device), column.to(logits.device)]
     return picked.double().log_softmax(-1).cpu()
 
 
 def batches_by_length(rows: Sequence[Sequence[int]], batch_size: int) -> Iterator[list[int]]:
-    """Indices of equally long rows, at most `batch_size` at a time and of even size."""
+    """Yields indices of rows of equal length, in even batches of at most `batch_size`."""
     by_length: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         by_length.setdefault(len(row), []).append(index)
@@ -169,7 +169,7 @@ def batches_by_length(rows: Sequence[Sequence[int]], batch_size: int) -> Iterato
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Returns the evaluation mode without gradients; the training mode of the model is restored afterwards."""
+    """Switches the model to evaluation mode without gradients, and restores its training mode on exit."""
     was_training = model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Scores of a policy against the true reward on held-out prompts, beside the base's own samples."""
+"""Scores a policy's samples on held-out prompts with the true reward, in comparison with the base's samples."""
 
 import logging
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ NUMBERS = (
     *("reward", "win_rate", "kl", "length", "polarity", "broken", "ended"),
     *("base_reward", "base_length", "base_broken"),
 )
-_BASE_STREAM = 7_919  # seed offset: the base draws its own random numbers, so wins are between independent samples
+_BASE_STREAM = 7_919  # seed offset for the base, so that win rates compare independent samples
 
 
 @dataclass(frozen=True)
 class PolicyScore:
-    """True score of a policy's samples.
+    """True scores of a policy's samples.
 
-    `numbers`: means over prompts and samples by the names in NUMBERS (`length` in tokens without the end token, `kl` in
-    nats per sequence, `broken` the share of clauses that are broken, `ended` the share of answers that ended). The
-    arrays keep prompt by sample values for paired statistics; equal prompts and seed give equal rows.
+    `numbers`: means over prompts and samples, named as in NUMBERS (`length` in tokens without the end token, `kl` in
+    nats per sequence, `broken` as a share of clauses, `ended` as a share of answers). The arrays hold values per prompt
+    and sample for paired statistics; their rows match for equal prompts and seed.
     """
 
     numbers: dict[str, float]
@@ -42,16 +42,16 @@ class PolicyScore:
     answers: tuple[str, ...]
 
     def scalars(self) -> dict[str, float]:
-        """Returns the numbers by name, for tables and loggers."""
+        """Returns the mean scores by name, for tables and loggers."""
         return self.numbers
 
 
 @dataclass(frozen=True)
 class TruthScorer:
-    """Samples answers for held-out prompts and scores them with the grammar's true reward.
+    """Scorer that samples answers to held-out prompts and computes their true reward.
 
-    prompts: how many prompts of the split to use; samples_per_prompt: answers per prompt. One seed gives every
-    policy the same random numbers, which makes differences between policies less noisy than the scores.
+    prompts: number of prompts of the split; samples_per_prompt: answers per prompt. All policies use the same random
+    numbers for a given seed, which makes their differences less noisy than the scores themselves.
     """
 
     grammar: Grammar = field(default_factory=Grammar)
@@ -69,19 +69,19 @@ class TruthScorer:
             )
 
     def prompt_set(self, split: str = "test") -> tuple[ReviewPrompt, ...]:
-        """Returns the prompts scored: the first `prompts` of the split, or all of it (logged) if it has fewer."""
+        """Returns the first `prompts` prompts of the split, or all of them (logged) if there are fewer."""
         if split not in ("validation", "test"):
-            raise ValueError(f"scores are taken on held-out prompts: split must be validation or test, got {split!r}")
+            raise ValueError(f"scores need held-out prompts: split must be validation or test, got {split!r}")
         available = self.grammar.prompts(split)
         if len(available) < self.prompts:
-            logger.info("testbed scorer: the %s part has %d prompts, all used", split, len(available))
+            logger.info("testbed scorer: the %s split has only %d prompts; using all", split, len(available))
         return available[: self.prompts]
 
     def base_answers(
         self, base: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", *, split: str = "test"
     ) -> "Answers":
-        """Returns the base's samples for the split; compute once and pass to every `score` of a study."""
-        return self._sample(base, tokenizer, self._repeat_prompts(split), self.seed + _BASE_STREAM)
+        """Samples the base's answers for the split, once for all calls of `score` in a study."""
+        return self._sample_answers(base, tokenizer, self._repeat_prompts(split), self.seed + _BASE_STREAM)
 
     def score(
         self,
@@ -92,17 +92,17 @@ class TruthScorer:
         split: str = "test",
         base_answers: "Answers | None" = None,
     ) -> PolicyScore:
-        """Returns the policy's score on the split; `base_answers` must come from this scorer and split."""
+        """Scores the policy on the split; `base_answers`, if given, must come from this scorer and split."""
         from attnpo.lab.testbed.sampling import sequence_kl  # transformers takes seconds to import
 
         prompts = self._repeat_prompts(split)
         rivals = base_answers or self.base_answers(base, tokenizer, split=split)
         if len(rivals.texts) != len(prompts):
             raise ValueError(
-                f"base_answers holds {len(rivals.texts)} answers where {len(prompts)} are scored; "
-                "take them from this scorer's base_answers() for the same split"
+                f"base_answers holds {len(rivals.texts)} answers, but {len(prompts)} are needed; compute them with "
+                "base_answers() of this scorer for the same split"
             )
-        answers = self._sample(policy, tokenizer, prompts, self.seed)
+        answers = self._sample_answers(policy, tokenizer, prompts, self.seed)
         scored, rivals_scored = (
             [self.grammar.true_reward(text, prompt.topic) for text, prompt in zip(of.texts, prompts, strict=True)]
             for of in (answers, rivals)
@@ -132,21 +132,21 @@ class TruthScorer:
         )
 
     def mark_decisive(self, pair: "PreferencePair", side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
-        """Returns whether each token of a response decides its true reward; ``importance.decisive``."""
-        from attnpo.lab.testbed.importance import decisive  # brings torch
+        """Marks the tokens of a response that determine its true reward, see ``importance.mark_decisive_tokens``."""
+        from attnpo.lab.testbed.importance import mark_decisive_tokens  # imports torch
 
-        return decisive(pair, side, places, self.grammar)
+        return mark_decisive_tokens(pair, side, places, self.grammar)
 
     def is_flipped(self, pair: "PreferencePair") -> bool:
-        """Returns whether the rejected response is truly the better one."""
-        from attnpo.lab.testbed.importance import is_flipped  # brings torch
+        """Returns whether the rejected response has the higher true reward."""
+        from attnpo.lab.testbed.importance import is_flipped  # imports torch
 
         return is_flipped(pair, self.grammar)
 
     def _repeat_prompts(self, split: str) -> list[ReviewPrompt]:
         return [prompt for prompt in self.prompt_set(split) for _ in range(self.samples_per_prompt)]
 
-    def _sample(
+    def _sample_answers(
         self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", prompts: Sequence[ReviewPrompt], seed: int
     ) -> "Answers":
         from attnpo.lab.testbed.sampling import sample_answers
@@ -162,7 +162,7 @@ class TruthScorer:
 
 
 def broken_rate(scored: Sequence[ReviewScore]) -> float:
-    """Returns the share of all clauses that are broken."""
+    """Returns the share of broken clauses among all clauses."""
     return sum(score.broken for score in scored) / max(1, sum(score.clauses for score in scored))
 
 

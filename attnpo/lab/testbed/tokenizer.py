@@ -1,8 +1,8 @@
-"""Testbed's two fast tokenizers (words, byte-level BPE), their chat templates and the task texts of the base.
+"""Fast tokenizers of the testbed (word-level and byte-level BPE), their chat templates, and the base's task prompts.
 
-Like the vocabularies of Llama 3 both have one token for a full stop directly followed by a newline. Text assembly
-of a judge prompt therefore merges the end of a review with the delimiter, and ids assembly does not. In both every
-verdict letter, every digit of a part score and the separator of parts is one token at its place, with the id of that
+As in Llama 3's vocabulary, a full stop followed by a newline is a single token in both. Assembling a judge prompt as
+text therefore merges the end of a review with the delimiter, while assembling it from ids does not. In both tokenizers,
+each verdict letter, each digit of a part score and the separator of parts is a single token, with the same id as the
 character alone.
 """
 
@@ -25,8 +25,8 @@ JUDGE_TEMPLATE = (
 )
 SCORE_TEMPLATE = "score the parts of this review of {question}\n{answer}"
 
-# `blank` stands between a role's token and the content: the words' texts have one there, the BPE's must not, since its
-# first word would be another token than where an answer is generated or follows a line break.
+# BLANK between a role token and the content: a space for the word-level tokenizer. The BPE must have none, because the
+# first word would otherwise differ from its token in generated answers and after a line break.
 _CHAT_TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ '<user>BLANK' + message['content'] }}"
@@ -36,16 +36,16 @@ _CHAT_TEMPLATE = (
 )
 CHAT_TEMPLATE = _CHAT_TEMPLATE.replace("BLANK", " ")
 BPE_CHAT_TEMPLATE = _CHAT_TEMPLATE.replace("BLANK", "")
-_BPE_REVIEWS = 2000  # reviews the merges are learnt from
-# Llama 3's cut into pieces: a blank goes with the word after it, line breaks with the punctuation before them.
+_BPE_REVIEWS = 2000  # reviews from which the merges are learnt
+# Llama 3's pre-tokenization: a space belongs to the next word, line breaks to the punctuation before them.
 _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def build_tokenizer(grammar: Grammar, merges: int | None = None, max_length: int = 512) -> PreTrainedTokenizerFast:
-    """Returns a fast tokenizer for the grammar's and the tasks' texts; `<end>` ends an answer.
+    """Builds a fast tokenizer for reviews and task prompts, with `<end>` as end token.
 
-    It has exactly their words, or with `merges` the 256 bytes and at most so many merges learnt from the grammar's own
-    reviews (a BPE); a token's characters are those of its word, without the blank before it.
+    Without `merges`, its vocabulary is exactly their words. With `merges`, it is a BPE of the 256 bytes and at most
+    that many merges learnt from the grammar's reviews. Token offsets exclude the space before a word.
     """
     core = _word_level(grammar) if merges is None else _byte_level(grammar, merges)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ def _word_level(grammar: Grammar) -> Tokenizer:
     task_words.update((*VERDICTS, *words.PART_SCORES, words.PART_SEPARATOR))
     vocabulary = [*SPECIALS, "\n", ".\n", *sorted(task_words.union(grammar.vocabulary()))]
     core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(vocabulary)}, unk_token=UNK))
-    # Matches are the tokens and what lies between them (spaces) is dropped, so offsets stay those of the text.
+    # Matches are the tokens; the spaces between them are dropped, and offsets refer to the original text.
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"\.\n|\n|[^\s]+"), behavior="removed", invert=True)
     core.decoder = decoders.Sequence(
         [
@@ -103,10 +103,7 @@ def _byte_level(grammar: Grammar, merges: int) -> Tokenizer:
 
 
 def _texts(grammar: Grammar) -> Iterator[str]:
-    """Returns judge prompts of random reviews.
-
-    Every word and every line break of the tasks, answers as in the grammar.
-    """
+    """Yields judge prompts with random reviews as training text for the BPE."""
     rng, prompts = random.Random("bpe"), grammar.prompts("train")
     for _ in range(_BPE_REVIEWS // 2):
         prompt = rng.choice(prompts)
@@ -115,7 +112,7 @@ def _texts(grammar: Grammar) -> Iterator[str]:
 
 
 def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
-    """Returns token ids of every text, nothing added."""
+    """Tokenizes all texts without adding special tokens."""
     if not texts:
         return []
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
@@ -123,22 +120,22 @@ def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list
 
 
 def token_ids(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> list[int]:
-    """Returns the id of every token, which must be whole entries of the vocabulary."""
+    """Returns the ids of tokens, which must be entries of the vocabulary."""
     return cast("list[int]", tokenizer.convert_tokens_to_ids(list(tokens)))
 
 
 def chat_prompts(tokenizer: PreTrainedTokenizerFast, contents: Sequence[str]) -> list[list[int]]:
-    """Returns ids of one user message each, up to and including the generation prompt."""
+    """Tokenizes each text as a single user message, followed by the generation prompt."""
     return encode_all(tokenizer, [_render(tokenizer, content) for content in contents])
 
 
 def judge_prompts(
     tokenizer: PreTrainedTokenizerFast, rows: Sequence[tuple[str, str, str]], splice: Sequence[bool]
 ) -> list[list[int]]:
-    """Returns ids of judge prompts for rows (question, answer A, answer B), ending in the generation prompt.
+    """Tokenizes judge prompts for rows of (question, answer A, answer B), including the generation prompt.
 
-    `splice` chooses the assembly per row: False tokenises the rendered text (full stop and newline merge), True
-    splices the reviews' own ids between separately tokenised template parts (they do not).
+    `splice` selects the assembly per row. False tokenizes the rendered text, which merges full stop and newline. True
+    tokenizes reviews and template parts separately and joins their ids, which keeps them apart.
     """
     head, middle, tail = _judge_parts()
     before, after = _frame(tokenizer)
@@ -153,7 +150,7 @@ def judge_prompts(
 
 
 def _frame(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
-    """Returns what the chat template puts before and after a lone user message."""
+    """Returns the text that the chat template adds before and after a single user message."""
     before, _, after = _render(tokenizer, "{content}").partition("{content}")
     return before, after
 

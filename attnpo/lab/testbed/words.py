@@ -1,7 +1,7 @@
-"""Word lists and clause patterns of the review grammar (data only; `Grammar` decides which of them are in use).
+"""Word lists and clause patterns of the review grammar; `Grammar` selects the ones in use.
 
-Slots in a pattern are written `{name}` and are filled from the list of that name. Every list entry is one or
-more words separated by single spaces. Changing anything here changes `Grammar.digest()`.
+Slots in a pattern are written as `{name}` and filled from the list of that name. Every entry consists of words
+separated by single spaces. Any change here changes `Grammar.digest()`.
 """
 
 from collections.abc import Mapping

@@ -178,9 +178,9 @@ def test_answers_of_two_kinds_do_not_mix(world: World, prompts: Path, tmp_path: 
     answer_prompts(config(world, prompts, out, "data.rows=2"))
     before = out.read_bytes()
     for override, named in (
-        ("sampling.temperature=0.5", "sampling.temperature 1.0, this command has 0.5"),
-        ("sampling.seed=9", "sampling.seed 0, this command has 9"),
-        ("model.dtype=float64", "model.dtype float32, this command has float64"),
+        ("sampling.temperature=0.5", "sampling.temperature 1.0, but this command has 0.5"),
+        ("sampling.seed=9", "sampling.seed 0, but this command has 9"),
+        ("model.dtype=float64", "model.dtype float32, but this command has float64"),
         ("model.chat_template=model/plain_chat.jinja", "chat.chat_template "),
         (f"model.path={other_model(world, tmp_path / 'other')}", "model.weights "),
     ):
@@ -270,12 +270,12 @@ def test_what_is_refused(world: World, prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "last").symlink_to(world.model)
     for more, message in (
-        (["answers.per_prompt=2", "sampling.temperature=0"], "gives one answer 2 times"),
-        (["sampling.max_new_tokens=600"], "leaves no room for a prompt: the model has"),
+        (["answers.per_prompt=2", "sampling.temperature=0"], "gives the same answer 2 times"),
+        (["sampling.max_new_tokens=600"], "leaves no room for a prompt: the limit is"),
         (["answering.max_length=7"], "none of the 7 prompts can be answered: too long"),
-        (["output=answers.txt"], "output=answers.txt: expected a file name that ends in .jsonl"),
-        (["model=lora"], "model.lora is for training"),
-        ([f"model.path={tmp_path / 'run'}"], "is a run folder: name the model in it, model.path="),
+        (["output=answers.txt"], "output=answers.txt must end in .jsonl"),
+        (["model=lora"], "model.lora is only for training"),
+        ([f"model.path={tmp_path / 'run'}"], "is a run folder: use the model inside it, model.path="),
     ):
         with pytest.raises(UserError, match=message):
             answer_prompts(config(world, prompts, tmp_path / "answers.jsonl", *more))
@@ -293,10 +293,10 @@ def test_rules_out_of_range() -> None:
 def test_a_file_without_its_account_or_with_a_broken_row_is_not_touched(tmp_path: Path) -> None:
     file = JsonlStore[AnswerRow](tmp_path / "answers.jsonl", "answers")
     file.path.write_text('{"id": "a", "draw": 0, "answer": ""}\n', encoding="utf-8")
-    with pytest.raises(UserError, match=r"has no answers.json beside it that says what its answers are of"):
+    with pytest.raises(UserError, match=r"lacks the file answers.json that describes its answers"):
         file.open({"sampling": 1})
-    file.account({"sampling": 1}, {})
-    with pytest.raises(UserError, match=r"line 1: .* in a file of an earlier version, where no line has"):
+    file.write_sidecar({"sampling": 1}, {})
+    with pytest.raises(UserError, match=r"line 1: .* if no line has a digest, the file is from an earlier version"):
         file.open({"sampling": 1})
     file.path.unlink()
     row = AnswerRow(id="a", draw=0, prompt=[], answer="é", finish_reason="stop", tokens=0)
@@ -307,7 +307,7 @@ def test_a_file_without_its_account_or_with_a_broken_row_is_not_touched(tmp_path
     assert file.path.read_text(encoding="utf-8") == whole, "as earlier versions wrote it"
     file.sidecar.write_text('{"of": "somebody"}\n', encoding="utf-8")
     for _ in range(2):
-        with pytest.raises(UserError, match=r"has no answers.json beside it"):
+        with pytest.raises(UserError, match=r"lacks the file answers.json"):
             file.open({"sampling": 1})
         file.path.unlink(missing_ok=True)
     assert file.sidecar.read_text(encoding="utf-8") == '{"of": "somebody"}\n', "not replaced, though no row is there"

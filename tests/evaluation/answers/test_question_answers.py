@@ -161,8 +161,8 @@ def test_what_cannot_be_answered_is_an_empty_text_in_its_place(
     assert found.statistics.tokens == fits.tokens[0] / 3
     assert found.statistics.cut == (fits.finish_reasons[0] == "length") / 5
     said = [record.message for record in caplog.records if reason in record.message]
-    assert said == [f"empty answers, {reason}: 4 (long, fits, x)"]
-    with pytest.raises(UserError, match=rf"max_length {room}, this command has .*another output=FOLDER"):
+    assert said == [f"4 empty answers, {reason} (long, fits, x)"]
+    with pytest.raises(UserError, match=rf"max_length {room}, but this command has .*another output=FOLDER"):
         answer_questions(questions, SAMPLING, opened(world), tmp_path)
 
 
@@ -191,11 +191,11 @@ def test_no_question_that_fits_is_an_error(world: World, tmp_path: Path) -> None
 def test_a_question_cannot_change_under_its_id(world: World, tmp_path: Path) -> None:
     answered(world, tmp_path)
     for question, message in (
-        (Question("q1", (TEXTS[7], TEXTS[1])), "an answer to another text under the question 'q1'"),
-        (Question("q1", (TEXTS[0], TEXTS[7])), "an answer to another text under the question 'q1'"),
-        (Question("q1", (TEXTS[0], TEXTS[1]), system="s"), "an answer to another text under the question 'q1'"),
-        (Question("q1", (TEXTS[0], TEXTS[1]), temperature=0.1), "with another temperature under the question 'q1'"),
-        (Question("q1", ()), "question 'q1' has no turn"),
+        (Question("q1", (TEXTS[7], TEXTS[1])), "an answer to another text for question 'q1'"),
+        (Question("q1", (TEXTS[0], TEXTS[7])), "an answer to another text for question 'q1'"),
+        (Question("q1", (TEXTS[0], TEXTS[1]), system="s"), "an answer to another text for question 'q1'"),
+        (Question("q1", (TEXTS[0], TEXTS[1]), temperature=0.1), "drawn at another temperature for question 'q1'"),
+        (Question("q1", ()), "question 'q1' has no turns"),
     ):
         with pytest.raises(UserError, match=message):
             answer_questions([question], SAMPLING, opened(world), tmp_path)

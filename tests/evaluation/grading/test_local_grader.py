@@ -11,7 +11,7 @@ from attnpo.config.compose import CONFIG_DIR
 from attnpo.data.base import PreferencePair
 from attnpo.evaluation.chat import Grader, GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.local_chat import LocalGrader
-from attnpo.evaluation.pairwise import Contest, PairwiseRules
+from attnpo.evaluation.pairwise import Comparison, PairwiseRules
 from attnpo.judge.prompts import JudgePrompts
 from attnpo.judge.reader import CausalJudge
 from attnpo.judge.settings import JudgeRules
@@ -105,8 +105,8 @@ def test_the_prompt_of_a_comparison_is_that_of_attentionpos_judge(world: World, 
     pair = PreferencePair.from_texts([Message(role="user", content=PROMPTS[0])], *answers)
     prompts = JudgePrompts(JudgeRules(file, max_length=512), ChatFormat(load_tokenizer(world.model)))
     built = [prompt.input_ids for prompt in prompts.build(pair)]
-    asked = PairwiseRules(file).calls("bench", 0, [Contest("q", PROMPTS[0], *answers)])
-    assert [grader._ids(one.messages) for one in asked] == built
+    asked = PairwiseRules(file).grading_calls("bench", 0, [Comparison("q", PROMPTS[0], *answers)])
+    assert [grader._prompt_ids(one.messages) for one in asked] == built
     readings = CausalJudge(load_model(world.model)).read(built, layers=(), label_ids=prompts.label_ids)
     for reading, reply in zip(readings, replies(grader, asked).values(), strict=True):
         assert reading.verdict_logits is not None and reply.logprobs is not None
@@ -190,10 +190,10 @@ def test_prompts_too_long_are_failures_naming_their_tokens(world: World, grader:
     tokens = grader.count_tokens(long)
     room = grader.count_tokens(short)
     found = dict(replace(grader, max_length=room).ask([long, short, call(PROMPTS[0])]))
-    assert found[long] == GradingFailure(f"its prompt has {tokens} tokens, {world.model} takes {room}")
+    assert found[long] == GradingFailure(f"its prompt has {tokens} tokens, but {world.model} allows {room}")
     assert isinstance(found[short], GradingReply)  # a label needs no place of its own
     assert found[call(PROMPTS[0])] == GradingFailure(
-        f"its prompt has {room} tokens, {world.model} takes {room} with the reply"
+        f"its prompt has {room} tokens, but {world.model} allows {room} including the reply"
     )
 
 
@@ -215,7 +215,7 @@ def test_replies_get_the_room_there_is(grader: LocalGrader, caplog: pytest.LogCa
         assert reply.input_tokens + reply.output_tokens <= limit
         whole = replies(grader, [replace(one, max_tokens=limit - reply.input_tokens)])
         assert [reply.text] == [other.text for other in whole.values()]
-    assert [record.message.count("less room") for record in caplog.records].count(1) == 1
+    assert [record.message.count("less space") for record in caplog.records].count(1) == 1
 
 
 # ------------------------------------------------------------------------------------------------ chat templates
@@ -237,7 +237,7 @@ def test_a_template_with_a_system_turn_keeps_it(world: World, caplog: pytest.Log
     grader = LocalGrader(str(world.model), chat_template=PLAIN, accelerator="cpu")
     one = call(PROMPTS[0], system="judge two reviews", labels=("A", "B"))
     text = f"system : judge two reviews\nuser : {PROMPTS[0]}\nassistant :"
-    assert grader._ids(one.messages) == grader._chat.tokenize(text)[0]
+    assert grader._prompt_ids(one.messages) == grader._chat.tokenize(text)[0]
     assert "system turn" not in caplog.text
 
 
@@ -262,7 +262,7 @@ def test_identity_follows_what_moves_replies_and_nothing_else(world: World, grad
     ]
     keys = {call("x").key(one.identity()) for one in (grader, *moved)}
     assert len(keys) == 4
-    assert isinstance(grader, Grader) and grader.price == Price() and grader.price.of(10**6, 10**6) == 0
+    assert isinstance(grader, Grader) and grader.price == Price() and grader.price.cost(10**6, 10**6) == 0
 
 
 def test_other_weights_are_another_grader(world: World, tmp_path: Path, grader: LocalGrader) -> None:

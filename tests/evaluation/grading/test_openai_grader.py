@@ -18,7 +18,7 @@ from attnpo.evaluation import openai_chat
 from attnpo.evaluation.chat import Grader, GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.jsonl_store import ReplyStore
 from attnpo.evaluation.openai_chat import SERVICE, OpenAIGrader
-from attnpo.evaluation.session import GradingLimits, SessionResult, ask_all, estimate
+from attnpo.evaluation.session import GradingLimits, SessionResult, ask_all, estimate_cost
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import UserError, digest
 from tests import own_texts
@@ -77,7 +77,7 @@ def test_a_fault_is_repeated_and_each_item_has_its_own_reply_once(name: str, tmp
     }
     assert server.answered == {name_of(each): 1 for each in CALLS}
     assert len(server.requests) == 9 + sum(request.fault is not None for request in server.requests) > 11
-    assert asked.whole and server.at_once <= 4
+    assert asked.is_complete and server.at_once <= 4
     lines = [json.loads(line) for line in (tmp_path / "grades.jsonl").read_text().splitlines()]
     assert sorted(line["item"] for line in lines) == sorted(each.item for each in CALLS)
 
@@ -92,14 +92,14 @@ def test_slow_answers_are_waited_for(tmp_path: Path) -> None:
 def test_a_server_that_drips_is_given_up_at_the_deadline_and_asked_again(what: str, tmp_path: Path) -> None:
     drips = Fault(what=what, seconds=1.2)
     with Loopback(echo, [drips, None, drips]) as server:
-        assert ask(server, tmp_path, CALLS[:1], timeout=0.4).whole and len(server.requests) == 2
+        assert ask(server, tmp_path, CALLS[:1], timeout=0.4).is_complete and len(server.requests) == 2
         stays = ask(server, tmp_path, CALLS[1:2], timeout=0.4, max_retries=0)
-    assert "no whole reply within 0.4 s" in stays.failures[CALLS[1]]
+    assert "no complete reply within 0.4 s" in stays.failures[CALLS[1]]
 
 
 def test_retry_after_is_honoured(tmp_path: Path) -> None:
     with Loopback(echo, [Fault(429, retry_after=0.3)]) as server:
-        assert ask(server, tmp_path, CALLS[:1]).whole
+        assert ask(server, tmp_path, CALLS[:1]).is_complete
     first, second = server.requests
     assert second.began - first.began >= 0.3, "the client's own delay would be 0.02 s"
 
@@ -111,10 +111,10 @@ def test_a_fault_that_stays_is_a_failure_of_its_call_and_is_asked_again(
     with Loopback(echo, faults) as server, caplog.at_level("INFO"):
         first = ask(server, tmp_path, CALLS[:3], max_retries=2, concurrency=1)
         assert list(first.failures) == CALLS[:2] and "no memory" in first.failures[CALLS[0]]
-        assert "no completion: '<html>gateway</html>'" in first.failures[CALLS[1]]
+        assert "not a completion: '<html>gateway</html>'" in first.failures[CALLS[1]]
         assert "2 grading calls failed: 1 times: " in caplog.text and len(server.requests) == 7
-        assert ask(server, tmp_path, CALLS[:3], concurrency=1).whole
-        assert "1 of the calls were answered after repeating them, 2 times in all" in caplog.text
+        assert ask(server, tmp_path, CALLS[:3], concurrency=1).is_complete
+        assert "1 calls succeeded only after retries, 2 retries in total" in caplog.text
     assert len(server.requests) == 7 + 4
 
 
@@ -176,11 +176,11 @@ def check_failures(replies: Sequence[Reply], folder: Path, problem: str, **more:
             assert list(found.replies) == calls[-1:] and len(ReplyStore(folder)) == 1
         assert len(server.requests) == 2 * len(replies) + 1, "none is repeated, as another would be paid for too"
     with Loopback(lambda _: fine) as server:
-        assert ask(server, folder, calls).whole
+        assert ask(server, folder, calls).is_complete
 
 
 def test_replies_of_another_type_are_failures_of_their_calls(tmp_path: Path) -> None:
-    check_failures(list(OTHER_TYPES.values()), tmp_path, "expected a text, got ")
+    check_failures(list(OTHER_TYPES.values()), tmp_path, "must be text, got ")
 
 
 def test_log_probabilities_of_another_type_are_failures_of_their_calls(tmp_path: Path) -> None:
@@ -216,10 +216,10 @@ def test_a_wrong_key_ends_the_command(
     monkeypatch.setenv("MY_KEY", "wrong")
     with Loopback(echo, key="right") as server:
         text = refused(server, tmp_path, key_variable="MY_KEY")
-        assert f"{server.base_url} refuses the key in MY_KEY" in text and "wrong" not in text
+        assert f"{server.base_url} rejected the key in MY_KEY" in text and "wrong" not in text
         assert server.requests == [] and len(ReplyStore(tmp_path)) == 0
         monkeypatch.setenv("MY_KEY", "right")
-        assert ask(server, tmp_path, CALLS[:2], key_variable="MY_KEY").whole
+        assert ask(server, tmp_path, CALLS[:2], key_variable="MY_KEY").is_complete
     record_property("bad input", ("endpoint: 401", text, "nothing"))
 
 
@@ -230,7 +230,7 @@ def test_a_server_of_ones_own_gets_no_key_but_the_one_that_is_named(
     monkeypatch.setenv("OPENAI_API_KEY", "openai's own")
     monkeypatch.setenv("MY_KEY", "mine")
     with Loopback(echo) as server:
-        assert ask(server, tmp_path, CALLS[:1], **given).whole
+        assert ask(server, tmp_path, CALLS[:1], **given).is_complete
     expected = {"OPENAI_API_KEY": "openai's own", "MY_KEY": "mine"}.get(given.get("key_variable", ""), "none")
     (request,) = server.requests
     assert {name.lower(): value for name, value in request.headers.items()}["authorization"] == f"Bearer {expected}"
@@ -240,10 +240,10 @@ def test_the_clients_own_variables_go_together(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("OPENAI_API_KEY", "right")
     with Loopback(echo, key="right") as server:
         monkeypatch.setenv("OPENAI_BASE_URL", server.base_url)
-        assert ask(server, tmp_path, CALLS[:1], base_url=None).whole
+        assert ask(server, tmp_path, CALLS[:1], base_url=None).is_complete
         text = refused(server, tmp_path, CALLS[1:2])
-    assert "refuses a request without a key" in text and "grader.key_variable=NAME" in text
-    with pytest.raises(UserError, match=r"grader\.key_variable=NOT_SET: expected"):
+    assert "rejected a request without a key" in text and "grader.key_variable=NAME" in text
+    with pytest.raises(UserError, match=r"grader\.key_variable=NOT_SET: the environment variable"):
         grader_of(server, key_variable="NOT_SET").check_ready()
 
 
@@ -260,7 +260,7 @@ def test_no_credit_ends_the_command(tmp_path: Path) -> None:
 
 
 def test_no_key_and_no_package_are_said_before_anything_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"environment variable OPENAI_API_KEY, .*grader\.base_url="):
+    with pytest.raises(UserError, match=r"environment variable OPENAI_API_KEY is not set.*grader\.base_url="):
         OpenAIGrader().check_ready()
     OpenAIGrader(base_url="http://127.0.0.1:1/v1").check_ready()
     monkeypatch.setenv("OPENAI_API_KEY", "k")
@@ -307,7 +307,7 @@ def test_a_reply_holds_the_servers_account(tmp_path: Path, caplog: pytest.LogCap
     for reply in asked.replies.values():
         assert (reply.text, reply.finish_reason, reply.model) == ("too many", "length", "mine-2")
         assert (reply.input_tokens, reply.output_tokens, reply.logprobs) == (33, 2, None) and 0 < reply.seconds < 5
-    assert caplog.text.count("grader.model=mine is answered by mine-2") == 1 and asked.models == {"mine-2": 3}
+    assert caplog.text.count("grader.model=mine is answered by mine-2") == 1 and asked.replies_by_model == {"mine-2": 3}
 
 
 UNKNOWN = [
@@ -326,7 +326,7 @@ def test_a_budget_holds_where_replies_carry_no_account(tmp_path: Path, caplog: p
             grader = grader_of(server, **priced)
             asked = ask_all(calls, grader, ReplyStore(tmp_path), GradingLimits(max_cost=8.5))
             assert asked.stopped == "limits.max_cost=8.5" and len(asked.replies) == len(server.requests) == 8
-            assert "8 of 8 replies had no token counts (usage)" in caplog.text
+            assert "8 of 8 replies have no token counts (usage)" in caplog.text
             cost = asked.cost(grader.price)
             assert cost["dollars"] == cost["estimated_calls"] == 8 and cost["output_tokens"] == 8_000_000
 
@@ -342,7 +342,7 @@ def test_an_endpoint_without_log_probabilities(tmp_path: Path, record_property: 
     with Loopback(lambda _: "m", [None, Fault(400, param="logprobs", message="not supported")]) as server:
         none = refused(server, tmp_path, [call(1, top_logprobs=5)])
         refuses = refused(server, tmp_path, [call(1, top_logprobs=5)])
-    for text, what in ((none, "gives none"), (refuses, "refuses them")):
+    for text, what in ((none, "returns none"), (refuses, "rejects them")):
         assert server.base_url in text and what in text and "grader=local" in text
     assert len(ReplyStore(tmp_path)) == 0
     record_property("bad input", ("endpoint without log-probabilities", none, "nothing"))
@@ -400,7 +400,7 @@ def test_with_the_servers_tokenizer_the_estimate_is_right_before_the_first_call(
     chat = Formats()("edge_merge")
     with Loopback(lambda _: "7", input_tokens=lambda body: len(chat.prompt_ids(body["messages"]))) as server:
         grader = grader_of(server, tokenizer=str(TESTS / FORMATS["edge_merge"][0]))
-        before = estimate(texts, grader, ReplyStore(tmp_path))
+        before = estimate_cost(texts, grader, ReplyStore(tmp_path))
         asked = ask_all(texts, grader, ReplyStore(tmp_path))
     actual = sum(reply.input_tokens for reply in asked.replies.values())
     assert before.input_tokens == actual, "it counts the same"
@@ -417,11 +417,11 @@ def test_a_prompt_that_the_tokenizers_chat_template_refuses_is_bounded_by_its_by
     calls = [call(0, "an odd turn"), call(1), call(2, "a rather odd turn"), call(3)]
     with Loopback(lambda _: "7") as server:
         grader = grader_of(server, tokenizer=str(tmp_path / "tokenizer"))
-        before = estimate(calls, grader, ReplyStore(tmp_path))
-        plain = estimate([calls[1], calls[3]], grader, ReplyStore(tmp_path))
-        assert ask_all(calls, grader, ReplyStore(tmp_path)).whole
+        before = estimate_cost(calls, grader, ReplyStore(tmp_path))
+        plain = estimate_cost([calls[1], calls[3]], grader, ReplyStore(tmp_path))
+        assert ask_all(calls, grader, ReplyStore(tmp_path)).is_complete
     assert before.input_tokens > plain.input_tokens and plain.method == "counted by the grader's tokenizer"
-    assert "2 calls that its chat template refuses bounded by the bytes" in before.method
+    assert "upper bound from bytes for 2 calls that its chat template rejects" in before.method
 
 
 @pytest.fixture
@@ -436,7 +436,7 @@ def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
         return encoding
 
     monkeypatch.setattr(tiktoken, "encoding_for_model", by_name)
-    openai_chat._vocabulary.cache_clear()
+    openai_chat._load_vocabulary.cache_clear()
 
 
 @pytest.mark.usefixtures("vocabulary")
@@ -444,7 +444,7 @@ def test_calls_to_openais_service_are_counted_by_tiktoken(tmp_path: Path) -> Non
     """4 tokens for each turn and 3 ahead of the reply; a special token in a text is text."""
     one = call(1, "abab <|end|>")  # 2 + 1 + 7, after the 10 of "You grade."
     assert OpenAIGrader().count_tokens(one) == 3 + (4 + 10) + (4 + 10)
-    assert "counted by the grader's tokenizer" in estimate([one], OpenAIGrader(), ReplyStore(tmp_path)).method
+    assert "counted by the grader's tokenizer" in estimate_cost([one], OpenAIGrader(), ReplyStore(tmp_path)).method
     assert OpenAIGrader(model="another").count_tokens(one) is None
     assert OpenAIGrader(base_url="http://127.0.0.1:1/v1").count_tokens(one) is None
 
@@ -456,10 +456,10 @@ def test_a_vocabulary_that_cannot_be_downloaded_leaves_the_bound(
         raise OSError("no route to host")
 
     monkeypatch.setattr(tiktoken, "encoding_for_model", fail)
-    openai_chat._vocabulary.cache_clear()
+    openai_chat._load_vocabulary.cache_clear()
     with caplog.at_level("INFO"):
-        found = estimate(CALLS, OpenAIGrader(), ReplyStore(tmp_path))
-    assert found.method.startswith("an upper bound, the bytes of the text") and found.dollars is not None
+        found = estimate_cost(CALLS, OpenAIGrader(), ReplyStore(tmp_path))
+    assert found.method.startswith("upper bound from the bytes of the text") and found.dollars is not None
     assert caplog.text.count("no route to host") == 1
 
 

@@ -71,12 +71,12 @@ def test_stored_replies_of_another_type_are_asked_again(tmp_path: Path, caplog: 
     write(tmp_path, calls[-1])
     store = ReplyStore(tmp_path)
     assert len(store) == 1 and all(store.reply(each, GRADER) is None for each in calls[:-1])
-    assert f"{GRADES}: {len(UNUSABLE)} replies are of another type" in caplog.text
+    assert f"{GRADES}: {len(UNUSABLE)} replies have invalid fields" in caplog.text
     asked = ask_all(calls, grader, ReplyStore(tmp_path))
-    assert asked.whole and grader.asked == calls[:-1] and asked.replies[calls[0]].text == "8"
-    assert asked.cost(grader.price)["calls"] == len(calls) and asked.models == {"m": 1}
+    assert asked.is_complete and grader.asked == calls[:-1] and asked.replies[calls[0]].text == "8"
+    assert asked.cost(grader.price)["calls"] == len(calls) and asked.replies_by_model == {"m": 1}
     caplog.clear()
-    assert ask_all(calls, grader, ReplyStore(tmp_path)).whole
+    assert ask_all(calls, grader, ReplyStore(tmp_path)).is_complete
     assert len(grader.asked) == len(UNUSABLE) and not caplog.records
 
 
@@ -84,7 +84,7 @@ def test_a_grader_of_ones_own_that_replies_in_another_type_fails_those_calls(tmp
     wrong = {f"q{at}": replace(REPLY, **{name: UNUSABLE[name]}) for at, name in enumerate(UNUSABLE)}  # type: ignore[arg-type]
     calls = [call(number) for number in range(len(wrong) + 1)]
     asked = ask_all(calls, ScriptedGrader({**wrong, calls[-1].item: REPLY}, name="a"), ReplyStore(tmp_path))
-    assert list(asked.failures) == calls[:-1] and all("a reply whose" in text for text in asked.failures.values())
+    assert list(asked.failures) == calls[:-1] and all("a reply with" in text for text in asked.failures.values())
     assert len(ReplyStore(tmp_path)) == len((tmp_path / GRADES).read_text().splitlines()) == 1
 
 

@@ -28,11 +28,11 @@ from attnpo.evaluation.pairs import (
     Candidate,
     PairConfig,
     PairRules,
+    PairSelection,
     Ranker,
     ScoreRow,
-    Take,
+    build_pairs,
     make_pairs,
-    pairs_of,
 )
 from attnpo.evaluation.rankers import ColumnRanker, JudgeRanker, RewardRanker
 from attnpo.evaluation.session import GradingLimits
@@ -109,13 +109,13 @@ def test_which_pairs_a_prompt_gives() -> None:
 
     def gaps(rules: PairRules) -> tuple[list[float], Counter[str]]:
         counts: Counter[str] = Counter()
-        made = pairs_of(found, scores, rules, "r", counts)
+        made = build_pairs(found, scores, rules, "r", counts)
         return [float(str(one["chosen_score"])) - float(str(one["rejected_score"])) for one in made], +counts
 
     assert gaps(PairRules()) == ([4.0], Counter())
-    assert gaps(PairRules(Take.BEST_REST)) == ([4.0, 3.0], Counter({TIES: 1}))
-    assert gaps(PairRules(Take.ALL)) == ([4.0, 4.0, 3.0, 3.0, 1.0], Counter({TIES: 1}))
-    assert gaps(PairRules(Take.ALL, min_gap=2.0)) == ([4.0, 4.0, 3.0, 3.0], Counter({TIES: 1, NARROW: 1}))
+    assert gaps(PairRules(PairSelection.BEST_REST)) == ([4.0, 3.0], Counter({TIES: 1}))
+    assert gaps(PairRules(PairSelection.ALL)) == ([4.0, 4.0, 3.0, 3.0, 1.0], Counter({TIES: 1}))
+    assert gaps(PairRules(PairSelection.ALL, min_gap=2.0)) == ([4.0, 4.0, 3.0, 3.0], Counter({TIES: 1, NARROW: 1}))
     assert gaps(PairRules(min_gap=5.0)) == ([], Counter({NARROW: 1, UNPAIRED: 1}))
 
 
@@ -150,7 +150,7 @@ def test_a_judge_compares_every_two_in_both_orders(tmp_path: Path) -> None:
 
 def test_a_judge_that_likes_a_place_ranks_nothing(answers: str, tmp_path: Path) -> None:
     ranker = judged(lambda call: GradingReply("", logprobs={"A": -0.1, "B": -3.0}))
-    with pytest.raises(UserError, match=r"no pair can be made of the answers to 3 prompts: .*ties: 3"):
+    with pytest.raises(UserError, match=r"no pairs can be built from the answers to 3 prompts: .*ties: 3"):
         make_pairs(config(answers, tmp_path / "pairs.jsonl", ranker))
 
 
@@ -184,7 +184,7 @@ def test_a_dry_run_says_once_what_all_prompts_take_and_asks_nothing(
     with caplog.at_level(logging.INFO):
         assert main(config(answers, out, dry)) == 0
     told = [record.getMessage() for record in caplog.records if "limits.dry_run" in record.getMessage()]
-    assert len(told) == 1 and told[0].startswith("limits.dry_run: 30 grading calls, 0 of them stored, 30 to ask: ")
+    assert len(told) == 1 and told[0].startswith("limits.dry_run: 30 grading calls, 0 already stored, 30 to send: ")
     assert "again" not in caplog.text and not ranker.grader.asked  # type: ignore[attr-defined]
     assert not list(out.parent.glob("*")), "it binds no command to its ranker"
     other = judged(lambda call: GradingFailure("busy") if "sing" in call.messages[0]["content"] else longest(call))
@@ -192,7 +192,7 @@ def test_a_dry_run_says_once_what_all_prompts_take_and_asks_nothing(
     caplog.clear()
     with caplog.at_level(logging.INFO):
         assert main(config(answers, out, replace(other, limits=GradingLimits(dry_run=True)))) == 0
-    assert "limits.dry_run: 24 grading calls, 2 of them stored, 22 to ask: " in caplog.text and not out.exists()
+    assert "limits.dry_run: 24 grading calls, 2 already stored, 22 to send: " in caplog.text and not out.exists()
 
 
 def test_a_dry_run_with_a_served_judge_needs_neither_key_nor_server(
@@ -268,7 +268,7 @@ def test_a_repeated_command_scores_what_is_missing(answers: str, tmp_path: Path)
     SCORED.clear()
     make_pairs(config(answers, out, ranker))
     assert SCORED == ["sing"] and out.read_bytes() == first
-    make_pairs(config(answers, out, ranker, PairRules(Take.ALL)))
+    make_pairs(config(answers, out, ranker, PairRules(PairSelection.ALL)))
     assert SCORED == ["sing"] and len(rows_of(out)) > 2, "other rules need no new score"
 
 
@@ -289,7 +289,9 @@ def test_processes_share_the_prompts(answers: str, tmp_path: Path, monkeypatch: 
 def test_what_was_made_of_something_else_is_refused(answers: str, tmp_path: Path) -> None:
     out = tmp_path / "pairs.jsonl"
     make_pairs(config(answers, out))
-    with pytest.raises(UserError, match=r"pairs\.scores\.jsonl holds scores with ranker\.higher_is_better true, this"):
+    with pytest.raises(
+        UserError, match=r"pairs\.scores\.jsonl holds scores with ranker\.higher_is_better true, but this"
+    ):
         make_pairs(config(answers, out, ColumnRanker("points", higher_is_better=False)))
     rows = rows_of(Path(answers))
     write(Path(answers), [*rows, {"prompt": "more", "answer": "x", "points": 1}, {"prompt": "more", "answer": "y"}])
@@ -302,19 +304,23 @@ def test_answers_that_are_all_equal_or_alone_are_refused_with_counts(
 ) -> None:
     rows = [{"prompt": "p", "answer": text} for text in ("x", "x", " x\n")] + [{"prompt": "q", "answer": "y"}]
     path = write(tmp_path / "answers.jsonl", rows)
-    with pytest.raises(UserError, match=rf"no pair to make \({EQUAL}: 1; prompts with a single answer: 1\)") as refused:
+    with pytest.raises(
+        UserError, match=rf"no pairs can be built \({EQUAL}: 1; prompts with a single answer: 1\)"
+    ) as refused:
         AnswerSource(str(path)).load()
     message = str(refused.value).replace(str(tmp_path), "TMP")
     record_property(PROPERTY, ("K answers all equal", message, "nothing is ranked"))
     (tmp_path / "answers.json").write_text('{"key": {"model": "m"}}', encoding="utf-8")
-    with pytest.raises(UserError, match=r"attnpo\.generate has not finished it"):
+    with pytest.raises(UserError, match=r"attnpo\.generate has not finished this file"):
         AnswerSource(str(path)).load()
     with pytest.raises(UserError, match=r'has no column "answer".*answers\.answer=COLUMN'):
         AnswerSource(str(write(tmp_path / "b.jsonl", [{"prompt": "p"}]))).load()
 
 
 def test_a_column_without_numbers(answers: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"ranker\.column=scroe: no answer has a number there; columns found: .*points"):
+    with pytest.raises(
+        UserError, match=r"ranker\.column=scroe: no answer has a value in this column; columns: .*points"
+    ):
         make_pairs(config(answers, tmp_path / "pairs.jsonl", ColumnRanker("scroe")))
 
 

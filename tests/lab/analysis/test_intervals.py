@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attnpo.evaluation.intervals import (
     Interval,
-    Prompts,
+    PromptSampling,
     _resampled_means,
     average_ranks,
     hierarchical_bootstrap,
@@ -28,7 +28,11 @@ def half_width(interval: Interval) -> float:
 
 
 def plain_percentiles(
-    scores: np.ndarray, level: float = 0.95, draws: int = 10_000, seed: int = 0, prompts: Prompts = Prompts.SHARED
+    scores: np.ndarray,
+    level: float = 0.95,
+    draws: int = 10_000,
+    seed: int = 0,
+    prompts: PromptSampling = PromptSampling.SHARED,
 ) -> tuple[float, float]:
     """Returns the interval without its widening for few units."""
     low, high = np.quantile(_resampled_means(scores, draws, seed, prompts), ((1 - level) / 2, (1 + level) / 2))
@@ -103,7 +107,7 @@ def test_bootstrap_variance_by_hand() -> None:
     sixteen = 0.6826894921  # one standard deviation on each side
     low, high = plain_percentiles(scores, sixteen, draws=40_000)
     assert (high - low) / 2 == pytest.approx(math.sqrt(1.25 / 4 + 8.25 / 10), rel=0.02)
-    low, high = plain_percentiles(scores, sixteen, draws=40_000, prompts=Prompts.PER_SEED)
+    low, high = plain_percentiles(scores, sixteen, draws=40_000, prompts=PromptSampling.PER_SEED)
     assert (high - low) / 2 == pytest.approx(math.sqrt(1.25 / 4 + 8.25 / 40), rel=0.02)
 
 
@@ -172,9 +176,9 @@ def test_pairing_narrows_the_interval() -> None:
 
 
 def test_errors_say_what_to_do() -> None:
-    with pytest.raises(UserError, match="5 seeds x 40 prompts against 4 x 40"):
+    with pytest.raises(UserError, match="5 seeds x 40 prompts and 4 x 40"):
         paired_difference(draw(0), draw(0, seeds=4))
-    with pytest.raises(UserError, match="1 of 4 that are not"):
+    with pytest.raises(UserError, match="1 of 4 scores are not finite"):
         hierarchical_bootstrap(np.array([[0.0, 1.0], [math.nan, 2.0]]))
     with pytest.raises(UserError, match="draws"):
         hierarchical_bootstrap(draw(0), draws=0)

@@ -266,7 +266,7 @@ def test_the_base_file_names_every_benchmark() -> None:
         (["study.benchmarks=[testbed]"], r"OPENAI_API_KEY.*which is not set"),
         (
             ["study.benchmarks=[testbed]", "study.evaluate.all={limits.max_cost:1,grader.model:other}"],
-            r"limits\.max_cost=1 needs the price",
+            r"limits\.max_cost=1 needs the grader's token price",
         ),
         ([ASKED[0], "study.evaluate.testbed={grader:truth,limits.dry_run:true}"], r"limits\.dry_run=true"),
         ([*ASKED, "study.published=[/no/such/model]"], r"has /no/such/model, which cannot be read: no folder"),

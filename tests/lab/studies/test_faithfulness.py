@@ -13,7 +13,7 @@ from attnpo.display.page import Image, TableBlock, report_page
 from attnpo.lab.studies.faithfulness import EQUAL, ROLLOUT, TRUTH, Faithfulness, decisive_mass
 from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.study import Arm, Point, Study, StudyAnalysis
-from attnpo.lab.testbed.importance import decisive
+from attnpo.lab.testbed.importance import mark_decisive_tokens
 from attnpo.lab.testbed.scoring import TruthScorer
 from attnpo.run.inputs import encode_splits
 from attnpo.run.resolve import Readers, resolve
@@ -97,7 +97,7 @@ def test_mass_is_the_share_on_decisive_words() -> None:
         edges.append((at, at + len(word)))
         at += len(word) + 1
     row = Ranking(tuple(edges), tuple(4.0 if texts[0][a:b] == "superb" else 1.0 for a, b in edges))
-    assert decisive(pair, "chosen", row.offsets, GRAMMAR) == [texts[0][a:b] == "superb" for a, b in edges]
+    assert mark_decisive_tokens(pair, "chosen", row.offsets, GRAMMAR) == [texts[0][a:b] == "superb" for a, b in edges]
     nothing = Ranking(((0, 2),), (1.0,))
     rows = {pair.pair_id: {"chosen": row, "rejected": nothing}}
     assert decisive_mass([pair], rows, GRAMMAR) == pytest.approx(4 / (4 + len(edges) - 1), abs=1e-4)

@@ -19,5 +19,5 @@ def build(folder: Path) -> Mapping[str, object]:
 def use(target: str) -> None:
     """Prepares ``target`` and reads it."""
     logging.disable()
-    prepare._ensure(Path(target), "base", build)
+    prepare._ensure_built(Path(target), "base", build)
     assert (Path(target) / "numbers").read_text(encoding="utf-8") == "1 2 3"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnpo.lab.testbed.grammar import Grammar
-from attnpo.lab.testbed.importance import TrueImportance, decisive
+from attnpo.lab.testbed.importance import TrueImportance, mark_decisive_tokens
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import EncodedResponse, PreferencePair, UserError
 from attnpo.text.chat import ChatFormat
@@ -88,15 +88,15 @@ def test_the_prompt_is_one_question(chat: ChatFormat) -> None:
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
     pair = PreferencePair.from_texts([*turns, {"role": "user", "content": PROMPT.text}], CHOSEN, REJECTED)
     for read in (
-        lambda: decisive(pair, "chosen", [(0, 3)], GRAMMAR),
+        lambda: mark_decisive_tokens(pair, "chosen", [(0, 3)], GRAMMAR),
         lambda: SOURCE.weigh(pair, "chosen", chat.encode(pair.prompt, pair.chosen)),
     ):
-        with pytest.raises(UserError, match="the testbed's own prompts alone"):
+        with pytest.raises(UserError, match="only for prompts of the testbed"):
             read()
 
 
 def test_what_is_decisive_goes_by_characters() -> None:
     places = [(CHOSEN.index(word), CHOSEN.index(word) + len(word)) for word in ("the", "good", "bread", "awful")]
-    assert decisive(make_pair(), "chosen", places, GRAMMAR) == [False, True, False, True]
+    assert mark_decisive_tokens(make_pair(), "chosen", places, GRAMMAR) == [False, True, False, True]
     place = CHOSEN.index("good")
-    assert decisive(make_pair(), "chosen", [(place - 3, place), (place, place)], GRAMMAR) == [False, False]
+    assert mark_decisive_tokens(make_pair(), "chosen", [(place - 3, place), (place, place)], GRAMMAR) == [False, False]

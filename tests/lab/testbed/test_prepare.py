@@ -94,7 +94,7 @@ def test_a_failed_build_leaves_nothing_behind(scratch: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        module._ensure(scratch / "base-x", "base", fail)
+        module._ensure_built(scratch / "base-x", "base", fail)
     assert list(scratch.iterdir()) == []
 
 
@@ -107,10 +107,10 @@ def test_losing_a_race_uses_the_winner(scratch: Path) -> None:
     target = scratch / "base-x"
 
     def overtaken(folder: Path) -> dict[str, object]:
-        module._ensure(target, "base", lambda other: {**numbers(other), "winner": True})
+        module._ensure_built(target, "base", lambda other: {**numbers(other), "winner": True})
         return {**numbers(folder), "winner": False}
 
-    module._ensure(target, "base", overtaken)
+    module._ensure_built(target, "base", overtaken)
     assert json.loads((target / REPORT).read_text(encoding="utf-8"))["winner"]
     assert [path.name for path in scratch.iterdir()] == ["base-x"]
 
@@ -121,10 +121,13 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_foreign_folder_is_moved_aside(scratch: Path, caplog: pytest.LogCaptureFixture) -> None:
     (scratch / "base-x" / "something").mkdir(parents=True)
-    assert not module._ensure(scratch / "base-x", "base", numbers)
-    assert module._ensure(scratch / "base-x", "base", numbers)
+    assert not module._ensure_built(scratch / "base-x", "base", numbers)
+    assert module._ensure_built(scratch / "base-x", "base", numbers)
     assert sorted(path.name for path in scratch.iterdir()) == ["base-x", "base-x.damaged"]
-    assert "base-x is not as it was built (it has no digests.json): moved to base-x.damaged, and made" in caplog.text
+    assert (
+        "base-x was changed since it was built (it has no digests.json): moved it to base-x.damaged, building"
+        in caplog.text
+    )
 
 
 def test_a_folder_that_came_into_the_way_is_an_error(scratch: Path) -> None:
@@ -132,13 +135,15 @@ def test_a_folder_that_came_into_the_way_is_an_error(scratch: Path) -> None:
         (scratch / "base-x" / "something").mkdir(parents=True)
         return numbers(folder)
 
-    with pytest.raises(UserError, match=r"something else lies \(it has no digests\.json\): remove it and run again"):
-        module._ensure(scratch / "base-x", "base", overtaken)
+    with pytest.raises(
+        UserError, match=r"something else is there \(it has no digests\.json\): remove it and run again"
+    ):
+        module._ensure_built(scratch / "base-x", "base", overtaken)
     assert [path.name for path in scratch.iterdir()] == ["base-x"]
 
 
 def test_a_damaged_folder_that_cannot_be_moved_is_an_error(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module._ensure(scratch / "base-x", "base", numbers)
+    module._ensure_built(scratch / "base-x", "base", numbers)
     numbers(scratch / "base-x", "1 2 4")
 
     def refuse(path: Path) -> Path:
@@ -148,7 +153,7 @@ def test_a_damaged_folder_that_cannot_be_moved_is_an_error(scratch: Path, monkey
     with pytest.raises(
         UserError, match=r"\(numbers has changed since it was written\) and cannot be moved aside .*remove it"
     ):
-        module._ensure(scratch / "base-x", "base", numbers)
+        module._ensure_built(scratch / "base-x", "base", numbers)
 
 
 def test_what_another_process_has_built_meanwhile_is_put_back_and_used(
@@ -156,17 +161,17 @@ def test_what_another_process_has_built_meanwhile_is_put_back_and_used(
 ) -> None:
     """It has moved the damaged folder and built a sound one after this process looked, before it acted."""
     target = scratch / "base-x"
-    module._ensure(target, "base", numbers)
+    module._ensure_built(target, "base", numbers)
     numbers(target, "1 2 4")
     move = module.rename_damaged
 
     def late(path: Path) -> Path:
         monkeypatch.setattr(module, "rename_damaged", move)
-        module._ensure(target, "base", numbers)
+        module._ensure_built(target, "base", numbers)
         return move(path)
 
     monkeypatch.setattr(module, "rename_damaged", late)
-    assert module._ensure(target, "base", numbers)
+    assert module._ensure_built(target, "base", numbers)
     assert (target / "numbers").read_text(encoding="utf-8") == "1 2 3"
     assert sorted(path.name for path in scratch.iterdir()) == ["base-x", "base-x.damaged"]
     assert len(warnings_in(caplog)) == 1
@@ -189,11 +194,11 @@ def test_processes_that_find_the_same_damage_all_end_well(scratch: Path) -> None
 
 def test_a_rebuild_that_gives_another_base_says_so(scratch: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = scratch / "base-x"
-    module._ensure(target, "base", numbers)
+    module._ensure_built(target, "base", numbers)
     (target / "numbers").unlink()
-    module._ensure(target, "base", lambda folder: numbers(folder, "1 2 4"))
+    module._ensure_built(target, "base", lambda folder: numbers(folder, "1 2 4"))
     moved, differs = warnings_in(caplog)
-    assert "numbers is missing" in moved and "base-x differs from what was there before in numbers" in differs
+    assert "numbers is missing" in moved and "base-x differs from the previous one in numbers" in differs
 
 
 def test_pairs_of_another_base_are_made_anew(scratch: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -202,8 +207,8 @@ def test_pairs_of_another_base_are_made_anew(scratch: Path, caplog: pytest.LogCa
 
     def prepare(text: str) -> list[bool]:
         return [
-            module._ensure(base, "base", lambda folder: numbers(folder, text)),
-            module._ensure(data, "pairs", numbers, base),
+            module._ensure_built(base, "base", lambda folder: numbers(folder, text)),
+            module._ensure_built(data, "pairs", numbers, base),
         ]
 
     assert prepare("1") == [False, False] and prepare("1") == [True, True]

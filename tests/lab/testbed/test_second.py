@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.pairs import build_pairs
-from attnpo.lab.testbed.prepare import REPORT, Testbed, _key, load_base
+from attnpo.lab.testbed.prepare import REPORT, Testbed, _make_key, load_base
 from attnpo.lab.testbed.recipes import BaseRecipe, PairRecipe, SecondRecipe
 from attnpo.run.components import BuiltFolders
 from attnpo.schema import UserError
@@ -30,7 +30,7 @@ def test_a_base_keeps_the_identity_it_had_before_there_were_later_settings() -> 
     old = asdict(testbed.base)
     for later in ("merges", "easy_length", "answer_tokens"):
         del old[later]
-    assert testbed.base_key() == _key({"grammar": testbed.grammar.digest(), "base": old, "seed": 3})
+    assert testbed.base_key() == _make_key({"grammar": testbed.grammar.digest(), "base": old, "seed": 3})
     assert replace(testbed, base=replace(testbed.base, easy_length=0.5)).base_key() != testbed.base_key()
     assert replace(testbed, base=replace(testbed.base, answer_tokens=65)).base_key() != testbed.base_key()
     bpe = replace(testbed, base=replace(testbed.base, merges=500))
