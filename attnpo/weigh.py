@@ -1,6 +1,6 @@
-"""``python -m attnpo.weigh``: weights, and with ``reference=cached`` the reference's log-probs, into the store.
+"""``python -m attnpo.weigh``: stores token weights and, with ``reference=cached``, the reference's log-probabilities.
 
-Any number of processes may fill one store: under torchrun or SLURM every process takes its share of the pairs.
+Any number of processes may fill one store: under torchrun or SLURM each process takes its share of the pairs.
 """
 
 import logging
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("attnpo.weigh")  # __main__ where it is the command
 
-DESCRIPTION = "Capture judge weights, and with reference=cached the reference's log-probs, in the store; resumable."
+DESCRIPTION = "Store judge weights and, with reference=cached, the reference's log-probabilities; resumable."
 EXAMPLES = """\
 python -m attnpo.weigh setting=real_smoke model.path=MODEL data.path=PAIRS export=OUT.parquet
 torchrun --nproc-per-node 2 -m attnpo.weigh setting=llama3_8b_base_sft hardware=2x80gb"""
 
 
 def main(cfg: "WeighConfig") -> int:
-    """Returns 0; what was found and what was computed is logged."""
+    """Fills the store, then exports the weights if asked to. Logs how many pairs were found and computed; returns 0."""
     from attnpo.run.messages import log_opening_lines
 
     log_opening_lines("weigh", cfg, None)
@@ -46,7 +46,7 @@ def main(cfg: "WeighConfig") -> int:
 
 
 def fill_store(cfg: "RunConfig") -> None:
-    """Puts this process's share of captured weights and reference log-probabilities into the store."""
+    """Stores this process's share of the captured weights and reference log-probabilities."""
     from attnpo.data.prepare import prepare_examples
     from attnpo.data.prepared import read_pairs
     from attnpo.models.scored import ScoredLM
@@ -73,10 +73,10 @@ def fill_store(cfg: "RunConfig") -> None:
         log_weighing(weighed)
         log_coverage_by_layer(readers, weighed, encoded["train"], cfg.align)
     else:
-        log.info("%s needs no judge: no weights to store", type(cfg.weights).__name__)
+        log.info("%s needs no judge, so there are no weights to store", type(cfg.weights).__name__)
     if cfg.reference != "cached":
         return
-    # Reference log-probs depend on training ids alone: any weights give the same ones.
+    # Reference log-probabilities depend only on training ids, so any weights will do here.
     sets = {split: prepare_examples(found, Uniform(), {}, cfg.align) for split, found in encoded.items()}
     table, model = reference_table(base, cfg.lengths), ScoredLM(load_base_model(base), chunk=base.spec.chunk)
     fill_reference_table(base, table, sets, model, cfg.layout, readers.command, shard)

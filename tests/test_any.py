@@ -21,7 +21,7 @@ REASONS = {
     },
     "lab/studies/study.py::sections": "an Outcome, whose file reads this one",
     "lab/reports/passport.py::read": "the keywords of a judge's read, passed on as they come",
-    "weights/faithfulness.py::score_of": "plain data of the analysis, read back from its file",
+    "weights/faithfulness.py::faithfulness_score": "plain data of the analysis, read back from its file",
     "config/compose.py::_replace_at": "a copy of any dataclass or mapping",
     "config/compose.py::load": "the configuration's _target_ says which root it is",
     "config/compose.py::instantiate": "the node's _target_ says which component it is",

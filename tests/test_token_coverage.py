@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnpo.data.base import pairs_from_rows
-from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.judge.settings import Assembly
 from attnpo.schema import SIDES, PreferencePair
 from attnpo.text.alignment import AlignMethod
@@ -84,7 +84,7 @@ def test_punctuation_before_a_line_break_is_what_is_lost() -> None:
     """A tokenizer of Llama-3's kind: full stops merge with the break after the answer, letters do not."""
     chat = chat_of(TESTS / EDGE_MERGE, "own")
     (rules,) = (rules for option, rules in judge_options().items() if "testbed" in option.split(", "))
-    prompts = JudgePrompts(rules, chat)
+    prompts = JudgePromptBuilder(rules, chat)
     lost: dict[str, list[bool]] = {"stop": [], "letter": []}
     for pair in pairs_from_rows(own_texts.rows(100)).pairs:
         first, _ = prompts.build(pair)
@@ -103,7 +103,7 @@ def test_a_response_without_characters_is_left_out() -> None:
     chat = chat_of(TESTS / GPT2, PLAIN)
     (rules,) = (rules for option, rules in judge_options().items() if "testbed" in option.split(", "))
     pair = PreferencePair.from_texts([{"role": "user", "content": "why?"}], "", "so")
-    first, _ = JudgePrompts(rules, chat).build(pair)
+    first, _ = JudgePromptBuilder(rules, chat).build(pair)
     assert match(first, "chosen", chat.encode(pair.prompt, ""), AlignMethod.LEVENSHTEIN) is None
 
 

@@ -118,7 +118,7 @@ def test_rollout_is_that_of_a_run(world: World) -> None:
     weigher = Weigher(world.model, source="rollout", template="judge/testbed.txt", max_length=512, device="cpu")
     one = weigher({"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected})
     torch.testing.assert_close(one.chosen.weights, example.weights[0], rtol=0, atol=2e-6)
-    with pytest.raises(UserError, match=r"Rollout reads no single layer"):
+    with pytest.raises(UserError, match=r"Rollout does not read single layers"):
         one.at(1)
 
 
@@ -140,7 +140,7 @@ def test_rounds_are_read_one_by_one(weigher: Weigher, world: World, weighed: Wei
     assert not torch.allclose(first.chosen.weights, second.chosen.weights)
     alone = Weigher(world.model, template="judge/testbed.txt", max_length=512, both_orders=False, device="cpu")(*PAIR)
     torch.testing.assert_close(alone.chosen.weights, first.chosen.weights)
-    with pytest.raises(UserError, match=r"at\(round=3\): expected 1 .* to 2"):
+    with pytest.raises(UserError, match=r"at\(round=3\): expected a judge round from 1 .* to 2"):
         weighed.at(round=3)
 
 
@@ -190,7 +190,7 @@ def test_a_judge_that_would_write_something_else_is_warned_of_once(
     assert (share > 0.5) == sure and len(warned) == (0 if sure else 1)
     if not sure:
         assert f"the judge puts {100 * share:.3g} % of its probability on its labels, less than the 50 %" in warned[0]
-        assert "would write" in warned[0] and "(2 of 2)" in warned[0] and "prefill, template and labels" in warned[0]
+        assert "likely writes" in warned[0] and "(2 of 2)" in warned[0] and "prefill, template and labels" in warned[0]
 
 
 def test_texts_messages_lists_and_rows_are_one_pair(weigher: Weigher, weighed: WeighedPair) -> None:
@@ -307,9 +307,9 @@ def test_in_a_notebook_it_is_shown_as_html(weighed: WeighedPair, monkeypatch: py
 WRONG: list[tuple[tuple[Any, ...], str]] = [
     (("a", "b"), r"call weigher\(prompt, chosen, rejected\) or weigher\(rows\)"),
     (("just a text",), "expected rows with chosen and rejected, got one text"),
-    (([1, 2],), "got int at place 0"),
-    ((["a", "b"], ["c"], ["d", "e"]), "expected lists of 2, got 1 and 2"),
-    ((["a", "b"], "c", "d"), "expected lists of 2, got one text and one text"),
+    (([1, 2],), "got int at position 0"),
+    ((["a", "b"], ["c"], ["d", "e"]), "expected 2 responses each, got 1 as chosen and 2 as rejected"),
+    ((["a", "b"], "c", "d"), "expected 2 responses each, got one text as chosen and one text as rejected"),
     (
         ([{"chosen": "a", "rejected": "b", "prompt": "p"}, {"chosen": None, "rejected": "b"}],),
         "row 1: value is missing",
@@ -338,13 +338,13 @@ def test_a_prompt_that_is_rendered_already_is_warned_of(weigher: Weigher, caplog
 def test_what_cannot_be_built_says_what_to_do(world: World, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(world.model)
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-        ((model,), {}, r"expected Weigher\(model, tokenizer\)"),
+        ((model,), {}, r"call Weigher\(model, tokenizer\)"),
         ((torch.nn.Linear(2, 2), world.model), {}, "expected a Hugging Face causal language model, got Linear"),
         ((tmp_path / "none",), {}, "to load the tokenizer from"),
         ((world.model, None, 7), {}, r"from 1 to 2.*got 7"),
         ((world.model,), {"source": "attntion"}, "source must be one of attention, rollout, got 'attntion'"),
         ((world.model,), {"source": Confidence()}, "source Confidence needs a training step"),
-        ((world.model, None, 1), {"source": Attention()}, "give layer and sink_tokens to it"),
+        ((world.model, None, 1), {"source": Attention()}, "pass layer and sink_tokens to it"),
         ((world.model,), {"template": "{question} {answer_a}"}, "judge template: expected the placeholders"),
         ((world.model,), {"template": "no/such.txt"}, "judge.template_file=no/such.txt: no such file"),
         ((world.model,), {"assembly": "texts"}, "assembly must be one of text, ids"),

@@ -12,7 +12,7 @@ from attnpo.data.base import SET, PairSet
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import percentiles
 from attnpo.schema import SIDES
-from attnpo.weights.arrival import COLUMNS, KEPT_MASS, Arrival
+from attnpo.weights.arrival import COLUMNS, KEPT_MASS, WeightCoverage
 from attnpo.weights.base import OnlineSource, WeightSource
 
 
@@ -46,10 +46,10 @@ class ExampleMeans:
         return round(self._sums.get(name, 0.0) / max(1, of * self.count), 5)
 
     @property
-    def mean_arrival(self) -> Arrival:
+    def mean_arrival(self) -> WeightCoverage:
         """Returns the mean shares of weights that arrived; NaN if there are no examples."""
         names = ("coverage", *COLUMNS)
-        return Arrival(*(self.mean(name) if self.count else math.nan for name in names))
+        return WeightCoverage(*(self.mean(name) if self.count else math.nan for name in names))
 
     def arrival_numbers(self, source: WeightSource) -> dict[str, float]:
         """Returns coverage, source coverage and kept mass; only coverage if weights are computed in each step."""
@@ -62,7 +62,7 @@ class SplitStatistics:
     """Statistics of a split's examples for a run's result, and the shares of weights that arrived."""
 
     numbers: dict[str, Any]
-    arrival: Arrival
+    arrival: WeightCoverage
 
 
 class ExampleStatistics:

@@ -12,18 +12,18 @@ from transformers import PreTrainedTokenizerBase
 from attnpo.data.arrow_rows import EncodedRows
 from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, KeepSide, LengthRules, OverlongAction
-from attnpo.judge.layers import Row
+from attnpo.judge.layers import StoredRow
 from attnpo.schema import SIDES, EncodedResponse, Message, PairWeights, PreferencePair, UserError, list_pair_ids
 from attnpo.text.chat import ChatFormat, EncodedAnswers
-from attnpo.weights.base import TextSource, WeightSource, least_coverage
-from attnpo.weights.capture import Unreadable
+from attnpo.weights.base import TextSource, WeightSource, required_coverage
+from attnpo.weights.capture import UnreadablePair
 from attnpo.weights.pipeline import (
-    Finished,
     PairToWeigh,
+    SourceWeights,
     TrainingWeights,
     check_transforms,
-    finish_pairs,
-    fit_in_order,
+    fit_transforms_in_order,
+    iterate_source_weights,
     weigh_pairs,
 )
 from attnpo.weights.transforms import WeightTransform
@@ -271,7 +271,7 @@ def fit_transforms(
     encoded: EncodedSet,
     source: WeightSource,
     captured: Mapping[str, PairWeights],
-    layers: tuple[Row, ...] = (),
+    layers: tuple[StoredRow, ...] = (),
     align: AlignRules | None = None,
 ) -> tuple[WeightTransform, ...]:
     """Returns the transforms, those with ``needs_fit`` fitted on the pairs of ``encoded`` (the training split).
@@ -281,13 +281,13 @@ def fit_transforms(
     check_transforms(source, transforms)
     if not any(transform.needs_fit for transform in transforms):
         return tuple(transforms)
-    least = least_coverage(source, None if align is None else align.min_coverage)
+    least = required_coverage(source, None if align is None else align.min_coverage)
     readable = [asked for asked in _iter_pairs_to_weigh(encoded, captured) if _is_readable(asked)]
     finished = {}
-    for asked, rows in zip(readable, finish_pairs(source, readable, layers), strict=True):
+    for asked, rows in zip(readable, iterate_source_weights(source, readable, layers), strict=True):
         if all(_has_coverage(row, least) for row in rows.values()):
             finished[asked.pair_id] = rows
-    return fit_in_order(transforms, finished)
+    return fit_transforms_in_order(transforms, finished)
 
 
 def _iter_pairs_to_weigh(encoded: EncodedSet, captured: Mapping[str, PairWeights]) -> Iterator[PairToWeigh]:
@@ -299,8 +299,8 @@ def _is_readable(asked: PairToWeigh) -> bool:
     return asked.captured is None or bool(asked.captured.rounds)
 
 
-def _has_coverage(row: Finished, least: float) -> bool:
-    share = 1.0 if row.said is None else float(row.said[row.changeable].double().mean())
+def _has_coverage(row: SourceWeights, least: float) -> bool:
+    share = 1.0 if row.said is None else float(row.said[row.changeable_tokens].double().mean())
     return share > 0 and share >= least
 
 
@@ -309,7 +309,7 @@ def prepare_examples(
     source: WeightSource,
     captured: Mapping[str, PairWeights],
     align: AlignRules,
-    layers: tuple[Row, ...] = (),
+    layers: tuple[StoredRow, ...] = (),
     transforms: Sequence[WeightTransform] = (),
     write: Callable[[int, TrainingExample], object] | None = None,
 ) -> ExampleSet:
@@ -328,7 +328,7 @@ def prepare_examples(
     tally = Tally(encoded.tally.counts.copy(), {event: list(ids) for event, ids in encoded.tally.first.items()})
     examples: list[TrainingExample] = []
     content, unmatched, left = 0, 0, 0
-    least = least_coverage(source, align.min_coverage)
+    least = required_coverage(source, align.min_coverage)
     uncovered = f"{DROPPED_FOR_COVERAGE} below {'weights' if align.min_coverage is None else 'align'}.min_coverage"
     unreadable = next((words for need, words in REFUSED.items() if need in source.requires), UNASKED)
     weigher = source if isinstance(source, TextSource) else None
@@ -339,7 +339,7 @@ def prepare_examples(
         assert pair is not None  # ``_iter_pairs_to_weigh`` always sets it
         pair_id = pair.pair_id
         if raw is not None and not raw.rounds:
-            tally.add(f"{unreadable}: {raw.reason}" if isinstance(raw, Unreadable) else unreadable, pair_id)
+            tally.add(f"{unreadable}: {raw.reason}" if isinstance(raw, UnreadablePair) else unreadable, pair_id)
             continue
         weights = next(weighed)
         content += sum(weights.content)

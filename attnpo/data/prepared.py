@@ -66,7 +66,7 @@ from attnpo.system.files import flatten
 from attnpo.system.source_digest import PACKAGE, source_digest
 from attnpo.system.store import Store, StoreTable
 from attnpo.text.chat import ChatFormat
-from attnpo.weights.arrival import Arrival
+from attnpo.weights.arrival import WeightCoverage
 from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import WEIGHTS, CapturedRows, CaptureReport, LogpPair, weights_key
 from attnpo.weights.readers import VerbalizerStatistics
@@ -243,7 +243,7 @@ class ExampleRecipe:
         captured: dict[str, object] = {}
         if self.reader is not None:
             source = self.source.resolve(self.reader.num_layers or 1)
-            key = weights_key(source, self.reader.fingerprint(), self.reader.fingerprint_of_prompts())
+            key = weights_key(source, self.reader.fingerprint(), self.reader.prompts_fingerprint())
             captured = {"key": key, "verdicts": self.reader.verdict}
         if isinstance(self.reader, RunJudge):
             captured["low_label_mass"] = self.reader.settings.low_label_mass
@@ -307,7 +307,7 @@ def prepare_weighed_examples(
         rows = ExampleRows(table, ids, list_pair_ids(encoded[split].pairs), f"{digest(facts)[:20]} {split}")
         numbers = {name: account[name] for name in ("read", "dropped", "content_tokens", "unmatched_tokens")}
         sets[split] = ExampleSet(rows, _load_tally(account["tally"]), **numbers)
-        measured[split] = SplitStatistics(account["numbers"], Arrival(**account["arrival"]))
+        measured[split] = SplitStatistics(account["numbers"], WeightCoverage(**account["arrival"]))
         start += account["kept"]
     weighed = just.pop().weighed if just else _restore_weights(store, made.account["weighed"], encoded, recipe)
     if recipe.reader is not None:
@@ -352,14 +352,14 @@ def _restore_weights(
         for name, kind in _STATISTICS.items()
     }
     if isinstance(recipe.reader, RunJudge) and statistics["label_mass"] is not None:
-        LabelCheck(recipe.reader, store).enforce(statistics["label_mass"])
+        LabelCheck(recipe.reader, store).enforce_minimum(statistics["label_mass"])
     source = recipe.source.resolve(told["depth"] or 1)
     weighed = WeighingResult(
         source=source,
         captured={},
         report=None if recipe.reader is None else CaptureReport(told["pairs"], 0, 0.0, None),
         **{name: told[name] for name in _PLAIN},
-        layers=source.rows_read() if recipe.reader is not None else (),
+        layers=source.rows_to_read() if recipe.reader is not None else (),
         **statistics,
     )
     chosen = list(recipe.transforms)

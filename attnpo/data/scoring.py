@@ -286,7 +286,7 @@ class RunScorers(WeightReader):
         """Returns a description of a scorer pass."""
         return f"scorer pass: {self.describe_models()} read the training tokens of both responses"
 
-    def fingerprint_of_prompts(self) -> Mapping[str, object]:
+    def prompts_fingerprint(self) -> Mapping[str, object]:
         """Returns the identity of the token ids that the scorers read."""
         return self.texts.fingerprint()
 

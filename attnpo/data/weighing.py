@@ -16,7 +16,7 @@ from attnpo.data.arrow_rows import ConcatenatedPairs, PairSubset, count_row_toke
 from attnpo.data.prepare import EncodedSet, Tally
 from attnpo.judge.base import LoadedJudge, WeightReader
 from attnpo.judge.judge import LabelCheck, RunJudge
-from attnpo.judge.layers import Row, layer_column, rows_in_words
+from attnpo.judge.layers import StoredRow, describe_rows, layer_column
 from attnpo.judge.verdicts import JudgeStatistics, LabelMass, TraceStatistics, judge_statistics, trace_statistics
 from attnpo.schema import PairWeights, PreferencePair, UserError, list_pair_ids
 from attnpo.system.files import format_bytes
@@ -61,7 +61,7 @@ class WeighingResult:
     captured: Captured
     report: CaptureReport | None
     verdicts: JudgeStatistics | None
-    layers: tuple[Row, ...]
+    layers: tuple[StoredRow, ...]
     depth: int
     key: dict[str, object]
     answers: VerbalizerStatistics | None = None
@@ -114,7 +114,7 @@ def weigh_splits(
     layers = source.rows_to_store(reader.num_layers or 1, lambda: reader.num_heads)
     wanted: Sequence[PreferencePair] = ConcatenatedPairs([encoded[split].pairs for split in SPLITS])
     share = wanted if shard is None else PairSubset(wanted, range(shard[0], len(wanted), shard[1]))
-    key = weights_key(source, reader.fingerprint(), reader.fingerprint_of_prompts())
+    key = weights_key(source, reader.fingerprint(), reader.prompts_fingerprint())
     columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if reader.verdict else [])]
     table = store.table(WEIGHTS, key)
     lacking = _log_stored(table, set(list_pair_ids(share)), encoded, columns, reader.rounds, len(layers))
@@ -135,7 +135,7 @@ def weigh_splits(
 
     def load_reader() -> object:
         refuse_multiple_processes("weights are")
-        log.info("%s", reader.describe_pass(rows_in_words(layers)))
+        log.info("%s", reader.describe_pass(describe_rows(layers)))
         if reader.trace is not None:
             most = reader.trace.max_new_tokens
             log.info(
@@ -146,10 +146,10 @@ def weigh_splits(
             )
         made = reader.load(device)
         if labels is not None and isinstance(made, LoadedJudge):
-            labels.measure(made)
+            labels.measure_and_check(made)
         return made
 
-    rows = layers if every_row else source.rows_read()
+    rows = layers if every_row else source.rows_to_read()
     with phase(f"{reader.name} pass"):
         captured, report = ensure_captured(
             share,
@@ -165,9 +165,9 @@ def weigh_splits(
     if report.computed:
         log.info("weights: %d pairs computed in %.1f s", report.computed, report.seconds)
     if labels is not None and not report.computed:
-        labels.recall(load_judge)
+        labels.check_stored(load_judge)
     _log_unreadable(table, list(dict.fromkeys(list_pair_ids(wanted))), columns, reader)
-    told = captured.without_tokens if isinstance(captured, CapturedRows) else captured.values
+    told = captured.iterate_rounds if isinstance(captured, CapturedRows) else captured.values
     prompts = Counter[str]()
     seen = _count_prompts(told(), prompts)
     verdicts = None
@@ -182,10 +182,10 @@ def weigh_splits(
         rows,
         reader.num_layers,
         key,
-        reader.count_answers(share, captured) if isinstance(reader, RunVerbalizer) else None,
+        reader.measure_answers(share, captured) if isinstance(reader, RunVerbalizer) else None,
         reads=reader.reads,
         seconds=table.seconds_per_pair(captured),
-        label_mass=None if labels is None else labels.load_known(),
+        label_mass=None if labels is None else labels.load_measurement(),
         traces=None if reader.trace is None else trace_statistics(told(), reader.trace),
         rounds=prompts["read"],
         cut=prompts["cut"],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnpo.display.heat import make_visible
 from attnpo.schema import PreferencePair, UserError
-from attnpo.weights.postprocess import effective_number
+from attnpo.weights.postprocess import effective_token_count
 
 Range = tuple[int, int]
 Columns = Mapping[str, Float[Tensor, " m"]]
@@ -78,7 +78,7 @@ class WeighedResponse:
     def num_effective(self) -> float:
         """Returns the effective number of weights; NaN if a weight is not finite or there are none."""
         known = len(self.weights) and bool(self.weights.isfinite().all())
-        return effective_number(self.weights) if known else math.nan
+        return effective_token_count(self.weights) if known else math.nan
 
     @property
     def is_right_to_left(self) -> bool:

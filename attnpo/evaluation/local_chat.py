@@ -1,7 +1,7 @@
 """Local Hugging Face model as answering backend and grader; it grades with generated text or with label logits.
 
-Calls with labels need one forward pass: ``judge.reader.CausalJudge`` reads the log-probabilities of the two labels at
-the last prompt token. Other calls are generated in left-padded batches.
+Calls with labels need one forward pass: ``judge.causal_judge.CausalJudge`` reads the log-probabilities of the two
+labels at the last prompt token. Other calls are generated in left-padded batches.
 """
 
 import logging
@@ -28,7 +28,7 @@ from attnpo.evaluation.chat import (
     Reply,
 )
 from attnpo.judge.base import JudgeReading
-from attnpo.judge.prompts import label_tokens
+from attnpo.judge.prompts import label_token_ids
 from attnpo.models.spec import BATCH_SIZE, DTYPES, TOKEN_BUDGET, ModelSpec
 from attnpo.schema import BOOKKEEPING, Message, Sampling, UserError, check_at_least, check_choice
 from attnpo.system.machine import inference_device
@@ -37,7 +37,7 @@ from attnpo.text.chat import SENTINEL, ChatFormat, RefusedText
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from attnpo.judge.reader import CausalJudge
+    from attnpo.judge.causal_judge import CausalJudge
     from attnpo.models.generate import HFGenerator
 
 log = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class LocalGrader:
 
     @cached_property
     def _kernel(self) -> str:
-        from attnpo.judge.reader import kernel_for
+        from attnpo.judge.causal_judge import kernel_for
         from attnpo.models.loading import inspect_model
 
         return kernel_for(inspect_model(self.path, self.revision))
@@ -271,7 +271,7 @@ class LocalGrader:
 
     @cached_property
     def _judge(self) -> "CausalJudge":
-        from attnpo.judge.reader import CausalJudge
+        from attnpo.judge.causal_judge import CausalJudge
 
         return CausalJudge(self._model, token_budget=self.token_budget, kernel=self._kernel)
 
@@ -407,7 +407,7 @@ class LocalGrader:
             turns = [Message(role=role, content="x") for role in roles]
             chat = self._chat_for(turns)
             key = f"grader.path={self.path}, the benchmark's labels"
-            first, second = label_tokens(chat, chat.render(turns, add_generation_prompt=True), call.labels, key)
+            first, second = label_token_ids(chat, chat.render(turns, add_generation_prompt=True), call.labels, key)
             known[roles, call.labels] = (first, second)
         return known[roles, call.labels]
 

@@ -1,6 +1,6 @@
-"""Data between the judge and the weights: its prompts, what it wrote, and what was read off it.
+"""Data types between the judge and the weights: prompts, written traces, readings.
 
-Owns no behaviour. Axes are named as in ``attnpo.schema``.
+No behaviour is defined here. Axes are named as in ``attnpo.schema``.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from attnpo.schema import PreferencePair, TraceLength
 
 
 class WrittenTrace(NamedTuple):
-    """Text that a judge wrote before its verdict: ids, the same as text, and whether it ended the trace itself."""
+    """Text that a judge wrote before its verdict: token ids, text, and whether the judge ended the trace itself."""
 
     ids: tuple[int, ...]
     text: str
@@ -25,7 +25,7 @@ class WrittenTrace(NamedTuple):
 
     @property
     def length(self) -> TraceLength:
-        """Returns what is kept of it beside the weights."""
+        """Returns the length record that is stored with the weights."""
         return TraceLength(len(self.ids), self.closed)
 
 
@@ -34,7 +34,7 @@ class JudgePrompt:
     """One tokenised judge round.
 
     ``spans`` maps "chosen" and "rejected" to half-open token ranges of ``input_ids``; ``offsets`` maps them to the
-    characters (of the response in the pair) each token of the range covers.
+    characters (of the response in the pair) that each token of the range covers.
     """
 
     pair_id: str
@@ -47,12 +47,12 @@ class JudgePrompt:
 
 @dataclass(frozen=True)
 class JudgeReading:
-    """Numbers that one forward of the judge gave for one prompt.
+    """Results of one forward pass of the judge on one prompt.
 
-    ``rows`` holds, per wanted layer in the order asked, the attention of the verdict position on every prompt
-    token: mean over query heads, or one row per head when ``per_head`` was asked. ``verdict_logps``: the natural
-    log-probabilities of the two labels and, last, of the arg max token, over the whole vocabulary. ``trace``: what the
-    judge wrote between the prompt and the verdict position, if it did.
+    ``rows`` holds the attention of the verdict position to every prompt token, for each requested layer in the
+    requested order: the mean over query heads, or one row per head with ``per_head``. ``verdict_logps``: natural
+    log-probabilities of the two labels and of the arg max token, over the whole vocabulary. ``trace``: length of the
+    text that the judge wrote between the prompt and the verdict position, if any.
     """
 
     rows: Float[Tensor, "layers T"] | Float[Tensor, "layers heads T"]
@@ -64,13 +64,13 @@ class JudgeReading:
 
     @property
     def label_mass(self) -> float | None:
-        """Returns the probability of the two labels together at the verdict position; None where they were not read."""
+        """Returns the total probability of the two labels at the verdict position; None if it was not read."""
         return None if self.verdict_logps is None else min(1.0, float(self.verdict_logps[:2].double().exp().sum()))
 
 
 @runtime_checkable
 class JudgeModel(Protocol):
-    """Causal LM that is asked for attention rows and verdicts."""
+    """Causal LM that returns attention rows and verdicts."""
 
     @property
     def num_layers(self) -> int:
@@ -86,19 +86,19 @@ class JudgeModel(Protocol):
         verdict: bool = True,
         label_ids: tuple[int, int] | None = None,
     ) -> list[JudgeReading]:
-        """Readings of a list of prompts, in their order; 1-based ``layers``; one forward gives all that is asked."""
+        """Returns the readings of a list of prompts in order, from one forward pass each; ``layers`` are 1-based."""
 
 
 @runtime_checkable
 class PromptBuilder(Protocol):
-    """Builds the judge rounds of a pair; ``attnpo.judge.prompts.JudgePrompts`` is the one in use."""
+    """Builds the judge rounds of a pair; implemented by ``attnpo.judge.prompts.JudgePromptBuilder``."""
 
     @property
     def label_ids(self) -> tuple[int, int]:
-        """Returns token ids of the two labels (A, B)."""
+        """Returns the token ids of the two labels (A, B)."""
 
     def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
-        """Returns round 0 with the chosen response as answer A, round 1 with the rejected one."""
+        """Returns round 0 with the chosen response as answer A, and round 1 with the rejected one."""
 
     def fingerprint(self) -> Mapping[str, object]:
         """Returns every setting of the prompts that changes a number."""
@@ -106,25 +106,25 @@ class PromptBuilder(Protocol):
 
 @dataclass(frozen=True)
 class LoadedJudge:
-    """Judge in memory with its prompts; ``verdict`` also reads the two label logits, which takes the full depth."""
+    """Loaded judge with its prompt builder; ``verdict`` also reads the two label logits, which needs the full depth."""
 
     model: JudgeModel
     prompts: PromptBuilder
     verdict: bool = True
 
 
-# Raised by hand with every change of the code that moves a stored number. Not a digest of the source: that would throw
-# hours of judge passes away for a comment, and the code that moves them lies in the rooms below too. Whoever forgets to
-# raise one is told by tests/weights/test_versions.py, which pins numbers under each version.
+# Increase by hand with every code change that changes a stored number. It is not a digest of the source, because a
+# changed comment would then invalidate hours of judge passes, and lower packages change the numbers too.
+# tests/weights/test_versions.py pins numbers under each version and fails if an increase was forgotten.
 CAPTURE_VERSION = "2"
 
 
 class WeightReader(ABC):
-    """Reader of token weights off a model, described without loading it; the store asks it for what is lacking.
+    """Reads token weights from a model that it describes without loading it; the store uses it to compute missing rows.
 
-    ``name`` and ``done`` are its words in the log ("judge", "judged"). ``rounds``: rows for each response and layer.
-    ``reads``: sequences that models read of a pair, an answer that one writes counted once. ``verdict``: whether
-    verdicts are read as well. ``trace``: how a judge thinks before it is read, if it does.
+    ``name`` and ``done`` are its words in the log ("judge", "judged"). ``rounds``: rows per response and layer.
+    ``reads``: number of sequences that models read per pair; an answer that a model writes counts once. ``verdict``:
+    whether verdicts are read as well. ``trace``: how a judge reasons before it is read; None if it does not.
     """
 
     name: ClassVar[str]
@@ -135,31 +135,31 @@ class WeightReader(ABC):
 
     @property
     def verdict(self) -> bool:
-        """Returns whether verdicts are read as well."""
+        """Tells whether verdicts are read as well."""
         return False
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model if they are read one by one, with those that have attention; 0 where none are."""
+        """Returns the depth with the layers that have attention; 0 if the reader does not read single layers."""
         return 0
 
     @property
     def num_heads(self) -> int:
-        """Returns query heads of each layer, read from its config alone; UserError when layers differ in it."""
+        """Returns the number of query heads per layer, without loading the model; UserError if layers differ in it."""
         return 0
 
     @abstractmethod
     def describe_pass(self, rows: str) -> str:
-        """Returns in words what a pass does that reads ``rows``."""
+        """Describes a pass over ``rows`` for the log."""
 
     @abstractmethod
     def fingerprint(self) -> dict[str, object]:
-        """Returns what identifies the model's numbers, for the store's key."""
+        """Returns every setting of the model that changes a number, for the store's key."""
 
     @abstractmethod
-    def fingerprint_of_prompts(self) -> Mapping[str, object]:
-        """Returns every setting of what the model is shown that changes a number, for the store's key."""
+    def prompts_fingerprint(self) -> Mapping[str, object]:
+        """Returns every setting of the model's input that changes a number, for the store's key."""
 
     @abstractmethod
     def load(self, device: torch.device) -> object:
-        """Loads the model onto ``device`` and returns what its sources capture with."""
+        """Loads the model onto ``device`` and returns the object that sources capture with."""

@@ -1,4 +1,4 @@
-"""Judge and verbalizer of a run: described cheaply, loaded once, and only when something is missing in the store."""
+"""Judge of a run: described cheaply, loaded once, and only if something is missing in the store."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +11,12 @@ import torch
 
 from attnpo.config.named_files import read_template
 from attnpo.judge.base import CAPTURE_VERSION, JudgeModel, JudgePrompt, LoadedJudge, WeightReader
+from attnpo.judge.causal_judge import CausalJudge, kernel_for
 from attnpo.judge.layers import Depth
-from attnpo.judge.prompts import JudgePrompts
-from attnpo.judge.reader import CausalJudge, kernel_for
+from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.judge.settings import STOP, TOKEN_BUDGET, Judge
-from attnpo.judge.traces import TRACES, KeptTraces, ThinkingJudge, TraceWriter, trace_key
-from attnpo.judge.verdicts import LabelMass, measure_labels
+from attnpo.judge.traces import TRACES, ReasoningJudge, TraceCache, TraceWriter, trace_key
+from attnpo.judge.verdicts import LabelMass, measure_label_mass
 from attnpo.models.described import describe_model, stated_positions, token_rows
 from attnpo.models.generate import extra_end_ids
 from attnpo.models.loading import (
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class AttentionReader(WeightReader):
-    """Reader of the attention of the model at ``path``, described from its config alone."""
+    """Reader of the attention of the model at ``path``, described without loading it."""
 
     path: str
     revision: str | None
@@ -49,7 +49,7 @@ class AttentionReader(WeightReader):
 
     @property
     def num_heads(self) -> int:
-        """Returns the query heads of each layer, from the model's config alone; UserError when layers differ in it."""
+        """Returns the number of query heads per layer, without loading the model; UserError if layers differ in it."""
         return num_heads(self.path, self.revision)
 
     @property
@@ -58,19 +58,19 @@ class AttentionReader(WeightReader):
         return kernel_for(inspect_model(self.path, self.revision))
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns what identifies the model's numbers: weights, number format, attention kernel family."""
+        """Returns the settings that change the model's numbers: weights, dtype, attention kernel family."""
         return {"weights": weights_fingerprint(self.path, self.revision), "dtype": self.dtype, "kernel": self.kernel}
 
 
 class RunJudge(AttentionReader):
-    """Judge that is described cheaply and loaded at most once.
+    """Judge of a run: described cheaply, loaded at most once.
 
     Args:
-        judge: the component. UserError when another model is meant and none is named, for a tokenizer that gives no
-            characters, and for ``chat_template_kwargs`` that its chat template never reads.
-        model: the run's model, which judges unless ``judge.path`` names another.
+        judge: the settings. UserError if another model is required but not named, if the tokenizer has no character
+            offsets, or if the chat template does not read ``chat_template_kwargs``.
+        model: the run's model, which is the judge unless ``judge.path`` names another.
         chat: the run's chat format, used unless ``judge.path`` names another model.
-        store: where the traces of a judge that thinks first are kept; None keeps them in memory, for each ``load``.
+        store: holds the traces of a judge that reasons first; None keeps them in memory, for each ``load``.
     """
 
     name, done, rounds = "judge", "judged", 2  # in both orders
@@ -79,7 +79,7 @@ class RunJudge(AttentionReader):
         own = judge.path is None
         if own and judge.other:
             raise UserError(
-                "judge.other=true means another model than the run's own, and judge.path is null: set "
+                "judge.other=true asks for a judge other than the run's own model, but judge.path is null: set "
                 "other_judge.path=FOLDER_OR_HUB_NAME (with judge=other) or judge.path"
             )
         self.tokenizer = chat.tokenizer
@@ -90,9 +90,9 @@ class RunJudge(AttentionReader):
             self.tokenizer = load_tokenizer(self.path, self.revision)
             if not self.tokenizer.is_fast:
                 raise UserError(
-                    f"judge.path={self.path}: expected a fast tokenizer, which tells each token's characters, got "
-                    f"{type(self.tokenizer).__name__}, which does not, so its weights cannot be carried onto the "
-                    "training tokens: name a model folder with a tokenizer.json, or another judge"
+                    f"judge.path={self.path}: expected a fast tokenizer with character offsets, got "
+                    f"{type(self.tokenizer).__name__} without them, so its weights cannot be aligned with the "
+                    "training tokens: choose a model folder with a tokenizer.json, or another judge"
                 )
         config = load_text_config(self.path, self.revision)
         options, rows = judge.chat_template_kwargs, token_rows(config)
@@ -102,83 +102,83 @@ class RunJudge(AttentionReader):
         asking = chat
         if own and judge.chat and options is not None:
             asking = ChatFormat(self.tokenizer, kwargs=options, part="judge", rows=rows)
-        self.prompts = JudgePrompts(judge.rules(stated_positions(config)), asking, training=chat)
+        self.prompts = JudgePromptBuilder(judge.prompt_rules(stated_positions(config)), asking, training=chat)
         self._store = store
 
-    def describe_frame(self) -> str:
-        """Returns in words in which chat template the judge sees its wording."""
+    def describe_chat_template(self) -> str:
+        """Describes the chat template around the judge's wording."""
         if not self.settings.chat:
-            return "the judge's prompt is its wording without a chat template (judge.chat=false)"
+            return "the judge's prompt is the wording alone, without a chat template (judge.chat=false)"
         whose = "it" if self.settings.path is None else f"{self.path}'s, {self.prompts.chat.chosen.origin}"
         return f"the judge's wording is a user turn of {whose}"
 
     @property
     def verdict(self) -> bool:
-        """Returns whether the two label logits are read as well."""
+        """Tells whether the two label logits are read as well."""
         return self.settings.verdict
 
     def describe_pass(self, rows: str) -> str:
-        """Returns in words what a pass does that reads ``rows``."""
+        """Describes a pass over ``rows`` for the log."""
         return f"judge pass: reading {rows} of {self.path} in both orders"
 
-    def fingerprint_of_prompts(self) -> Mapping[str, object]:
+    def prompts_fingerprint(self) -> Mapping[str, object]:
         """Returns every setting of the prompts that changes a number."""
         return self.prompts.fingerprint()
 
     @property
     def num_layers(self) -> Depth:
-        """Returns the depth of the judge, with the layers that have attention, read from its config alone.
+        """Returns the depth of the judge and its layers with attention, without loading it.
 
-        UserError when there is none to read.
+        UserError if no layer can be read.
         """
         found, depth = inspect_model(self.path, self.revision), num_layers(self.path, self.revision)
         if not found.layers:
             raise UserError(
                 f"judge: no layer of {self.path} ({found.name}) has softmax attention that can be read: {found.why}; "
-                "name another model as judge.path"
+                "set judge.path to another model"
             )
         return Depth(depth, found.layers)
 
-    def written(self, token: int) -> str:
-        """Returns a token of the judge as text."""
+    def decode_token(self, token: int) -> str:
+        """Decodes a token of the judge."""
         return str(self.tokenizer.decode([token]))
 
-    def estimate(self, budget: int) -> MemoryEstimate:
-        """Estimates what the judge pass needs with so many tokens in a forward, and one prompt at least."""
+    def estimate_memory(self, budget: int) -> MemoryEstimate:
+        """Estimates the memory of a judge pass with ``budget`` tokens per forward, at least one prompt."""
         config, length = load_config(self.path, self.revision), self.settings.max_length
         mapped = length if describe_model(config).mapped else 0
         return estimate_pass(config, dtype=self.settings.dtype, tokens=max(budget, length), mapped=mapped)
 
-    def budget(self, capacity: int | None) -> int:
-        """Chooses the tokens of a forward on a device of so many bytes, where they are known.
+    def choose_token_budget(self, capacity: int | None) -> int:
+        """Chooses the number of tokens per forward for a device of ``capacity`` bytes (None if unknown).
 
-        What a judge that thinks first keeps of a prompt is not in the estimate, so that its number is the least.
+        The estimate does not cover the prompt states that a reasoning judge keeps, so the estimate is not used for it.
         """
         asked = self.settings.token_budget
         if not isinstance(asked, str):
             return asked
         if capacity is not None and self.settings.trace is None:
-            with suppress(Exception):  # a config that cannot be read for it, which is said with the estimate
-                return max_token_budget(lambda tokens: self.estimate(tokens).fits(capacity), TOKEN_BUDGET)
+            with suppress(Exception):  # the config cannot be used for an estimate, which the estimate reports
+                return max_token_budget(lambda tokens: self.estimate_memory(tokens).fits(capacity), TOKEN_BUDGET)
         return TOKEN_BUDGET
 
     def load(self, device: torch.device, *, keep: bool = True) -> LoadedJudge:
-        """Returns model and prompts for capturing; loads the model onto ``device``.
+        """Loads the model onto ``device``; returns it with its prompts for capturing.
 
-        ``keep``: whether traces are read from the store and kept there.
+        ``keep``: whether traces are read from and written to the store.
         """
         found = inspect_model(self.path, self.revision)
         model = load_model(
             self.path, dtype=self.settings.dtype, revision=self.revision, attn_implementation=found.judge_attention
         )
         model.to(device)  # type: ignore[arg-type]
-        budget = self.budget(device_memory(device))
+        budget = self.choose_token_budget(device_memory(device))
         plain = CausalJudge(model, token_budget=budget, kernel=self.kernel)
-        judge = thinking(plain, self.prompts, KeptTraces(self._traces() if keep else None))
+        judge = add_reasoning(plain, self.prompts, TraceCache(self._trace_table() if keep else None))
         return LoadedJudge(judge, self.prompts, self.settings.verdict)
 
-    def _traces(self) -> StoreTable | None:
-        """Returns the table of the traces; None without traces or a store."""
+    def _trace_table(self) -> StoreTable | None:
+        """Returns the store's table of traces; None without traces or without a store."""
         if self.settings.trace is None or self._store is None:
             return None
         key = {
@@ -188,25 +188,23 @@ class RunJudge(AttentionReader):
         }
         return self._store.table(TRACES, key)
 
-    def stored_traces(self, pair: PreferencePair) -> tuple[str, ...]:
-        """Returns what the judge wrote about ``pair`` before its verdicts, by round.
+    def load_traces(self, pair: PreferencePair) -> tuple[str, ...]:
+        """Returns the traces that the judge wrote about ``pair``, by round.
 
-        Empty where the store has not all of it.
-
-        UserError for a pair that it cannot be shown.
+        Empty if the store does not have all of them. UserError for a pair that the judge cannot be shown.
         """
-        table = self._traces()
+        table = self._trace_table()
         if table is None:
             return ()
         keys = [trace_key(prompt.input_ids) for prompt in self.prompts.build(pair)]
-        found = KeptTraces(table).find(keys)
+        found = TraceCache(table).find_traces(keys)
         return tuple(found[key].text for key in keys) if found.keys() >= set(keys) else ()
 
 
-def thinking(judge: CausalJudge, prompts: JudgePrompts, kept: KeptTraces) -> JudgeModel:
-    """Returns ``judge`` itself or, where ``prompts`` leave room for a trace, one that writes it first.
+def add_reasoning(judge: CausalJudge, prompts: JudgePromptBuilder, kept: TraceCache) -> JudgeModel:
+    """Wraps ``judge`` so that it writes a trace first if the rules of ``prompts`` ask for one; else returns it as is.
 
-    UserError for a model that cannot write.
+    UserError for a model that cannot generate.
     """
     rules, after = prompts.rules.trace, prompts.after_trace
     if rules is None or after is None:
@@ -219,20 +217,20 @@ def thinking(judge: CausalJudge, prompts: JudgePrompts, kept: KeptTraces) -> Jud
         token_budget=judge.token_budget,
         end_ids=sorted(prompts.chat.end_ids),
     )
-    return ThinkingJudge(judge, writer, kept, after, rules.max_new_tokens)
+    return ReasoningJudge(judge, writer, kept, after, rules.max_new_tokens)
 
 
 # ------------------------------------------------------------------------------------------------ the labels
 
 LABEL_MASS = "label_mass"
 PAIRS = 16
-"""Pairs whose two prompts are measured. The mean has a standard error of 0.125 at worst: masses of 0 and 1 alone."""
-NOT_MEASURED = "judge: the store has weights of all pairs, but no sound measurement of the judge's labels on these"
+"""Pairs whose two prompts are measured. The standard error of the mean is at most 0.125, if all masses are 0 or 1."""
+NOT_MEASURED = "judge: the store has the weights of all pairs, but no valid measurement of the judge's labels on them"
 
 
 @dataclass(frozen=True)
 class LabelCheck:
-    """Measurement of a run's judge on the first of ``pairs`` that it can be shown, in the store under all of these."""
+    """Measurement of the probability of a judge's labels on the first of ``pairs``, stored by judge, prompts, pairs."""
 
     judge: RunJudge
     store: Store
@@ -240,7 +238,7 @@ class LabelCheck:
 
     @cached_property
     def sample_prompts(self) -> list[JudgePrompt]:
-        """Returns the prompts, two a pair, of the first ``PAIRS`` pairs that the judge can be shown."""
+        """Returns the prompts, two per pair, of the first ``PAIRS`` pairs that the judge can be shown."""
         found: list[JudgePrompt] = []
         for pair in self.pairs:
             with suppress(UserError):
@@ -249,75 +247,75 @@ class LabelCheck:
                 break
         return found
 
-    def load_known(self) -> LabelMass | None:
-        """Returns what the store has of them; None where they were not measured."""
-        record = read_record(self._path)
+    def load_measurement(self) -> LabelMass | None:
+        """Loads the stored measurement; None if there is none."""
+        record = read_record(self._record_path)
         if record is None:
             return None
         texts = tuple((str(text), int(count)) for text, count in record["written"])
         return LabelMass(float(record["share"]), int(record["prompts"]), texts)
 
-    def recall(self, load: Callable[[], LoadedJudge]) -> None:
-        """Holds weights that are all stored against the measurement of them, which the store may lack.
+    def check_stored(self, load: Callable[[], LoadedJudge]) -> None:
+        """Checks the stored measurement when all weights are already in the store.
 
-        It does where the record is damaged or was not copied along, or other pairs were first. With stop ``load`` then
-        gives the judge to measure again; with warn a line says that nothing is known.
+        The measurement may be missing: its record is damaged or was not copied, or other pairs came first. With stop,
+        the judge is loaded with ``load`` and measured again; with warn, the log only says that nothing is known.
         """
-        mass = self.load_known()
+        mass = self.load_measurement()
         if mass is not None:
-            self.enforce(mass)
-        elif self.sample_prompts and not self._stops:
-            log.info("%s, and judge.low_label_mass=warn does not measure anew", NOT_MEASURED)
+            self.enforce_minimum(mass)
+        elif self.sample_prompts and not self._is_strict:
+            log.info("%s; it is not measured again, because judge.low_label_mass=warn", NOT_MEASURED)
         elif self.sample_prompts:
-            log.info("%s: loading the judge to measure (judge.low_label_mass=warn goes on without)", NOT_MEASURED)
-            self.measure(load())
+            log.info("%s: loading the judge to measure it (judge.low_label_mass=warn skips this)", NOT_MEASURED)
+            self.measure_and_check(load())
 
-    def measure(self, judge: LoadedJudge) -> None:
-        """Measures the pairs that can be shown, unless that is stored, and says what came out.
+    def measure_and_check(self, judge: LoadedJudge) -> None:
+        """Measures the sample pairs, unless that is stored, and logs the result.
 
-        UserError below ``judge.min_label_mass`` where ``judge.low_label_mass`` is stop, and then also for labels that
-        cannot be read at all; with warn both are warnings.
+        UserError below ``judge.min_label_mass`` if ``judge.low_label_mass`` is stop, and then also if the labels cannot
+        be read at all; with warn both are warnings.
         """
-        mass = self.load_known()
+        mass = self.load_measurement()
         if mass is None and self.sample_prompts:
             prompts = [prompt.input_ids for prompt in self.sample_prompts]
             try:
-                mass = measure_labels(judge.model, prompts, self.judge.prompts.label_ids, self.judge.written)
+                mass = measure_label_mass(judge.model, prompts, self.judge.prompts.label_ids, self.judge.decode_token)
             except UserError as unread:
-                if self._stops:
+                if self._is_strict:
                     raise
-                log.warning("the probability of the judge's labels was not measured: %s", unread)
+                log.warning("could not measure the probability of the judge's labels: %s", unread)
             else:
-                self._keep(mass)
+                self._store_measurement(mass)
         if mass is not None:
-            self.enforce(mass)
+            self.enforce_minimum(mass)
 
     @property
-    def _stops(self) -> bool:
+    def _is_strict(self) -> bool:
         return self.judge.settings.low_label_mass == STOP
 
-    def enforce(self, mass: LabelMass) -> None:
-        """Logs the measurement, with a warning where it is low; UserError there where low_label_mass is stop."""
-        problem = mass.problem(self.judge.settings.min_label_mass)
-        if problem is not None and self._stops:
-            raise UserError(f"{problem}. judge.low_label_mass=warn goes on all the same")
-        log.info("%s", mass.text())
+    def enforce_minimum(self, mass: LabelMass) -> None:
+        """Logs the measurement; if it is low, logs a warning or, with low_label_mass=stop, raises UserError."""
+        problem = mass.describe_shortfall(self.judge.settings.min_label_mass)
+        if problem is not None and self._is_strict:
+            raise UserError(f"{problem}. To continue anyway, set judge.low_label_mass=warn")
+        log.info("%s", mass.describe_share())
         if problem is not None:
             log.warning("warning: %s", problem)
 
-    def _keep(self, mass: LabelMass) -> None:
-        folder = self._path.parent
+    def _store_measurement(self, mass: LabelMass) -> None:
+        folder = self._record_path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_record(self._path, mass.numbers())
+            write_record(self._record_path, mass.to_dict())
         except OSError as error:
             raise UserError(
-                f"store: the measurement of the judge's labels cannot be written to {folder} ({error}): make room "
-                "there, or name another folder with store=FOLDER"
+                f"store: the measurement of the judge's labels cannot be written to {folder} ({error}): free some "
+                "space there, or set store=FOLDER to another folder"
             ) from error
 
     @cached_property
-    def _path(self) -> Path:
+    def _record_path(self) -> Path:
         key = {
             "judge": self.judge.fingerprint(),
             "prompts": self.judge.prompts.fingerprint(),

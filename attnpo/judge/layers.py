@@ -1,4 +1,4 @@
-"""Names of layers and of the stored rows of captured weights.
+"""Names of layers, and of the stored rows of captured weights.
 
 Layers and query heads are counted from 1 (layers as in the paper: 32 = last of 32).
 """
@@ -14,9 +14,9 @@ log = logging.getLogger(__name__)
 
 
 class Depth(int):
-    """Number of a judge's layers, which also knows in which of them there is softmax attention to read.
+    """Number of a judge's layers that also knows which of them have softmax attention to read.
 
-    ``attending``: their numbers, rising. A plain number of layers stands for attention in each of them.
+    ``attending``: their numbers, ascending. A plain int stands for attention in every layer.
     """
 
     attending: tuple[int, ...]
@@ -28,8 +28,8 @@ class Depth(int):
         return made
 
 
-def attending(num_layers: int) -> tuple[int, ...]:
-    """Returns the numbers of the layers with softmax attention, rising: all unless a ``Depth`` says otherwise."""
+def layers_with_attention(num_layers: int) -> tuple[int, ...]:
+    """Returns the numbers of the layers with softmax attention, ascending: all unless a ``Depth`` says otherwise."""
     return Depth(num_layers).attending if not isinstance(num_layers, Depth) else num_layers.attending
 
 
@@ -40,17 +40,17 @@ class HeadRow(NamedTuple):
     head: int
 
 
-Row = int | HeadRow
-"""Name of a stored row: a layer (the mean over its heads), one head of a layer, or 0 for no single layer."""
+StoredRow = int | HeadRow
+"""Key of a stored row: a layer (the mean over its heads), one head of a layer, or 0 for a row without a layer."""
 
 
-def layer_column(row: Row) -> str:
+def layer_column(row: StoredRow) -> str:
     """Returns the name of the column that holds a stored row: L08, or L08H03 for one head."""
     return f"L{row.layer:02d}H{row.head:02d}" if isinstance(row, HeadRow) else f"L{row:02d}"
 
 
-def rows_in_words(rows: Sequence[Row]) -> str:
-    """Returns what a judge pass reads: "4 layers", "4 layers x 32 heads", or "1 row" of no single layer."""
+def describe_rows(rows: Sequence[StoredRow]) -> str:
+    """Describes the rows of a judge pass: "4 layers", "4 layers x 32 heads", or "1 row" without layers."""
     if set(rows) == {0}:
         return "1 row"
     heads = [row for row in rows if isinstance(row, HeadRow)]
@@ -65,41 +65,41 @@ _FRACTION = re.compile(r"^\s*(\d+)\s*/\s*(\d+)\s*$")
 def resolve_layer(layer: int | str, num_layers: int, key: str = "weights.layer") -> int:
     """Returns the 1-based number of ``layer`` in a model of ``num_layers`` layers.
 
-    ``layer``: a number, "last", or a fraction of the depth such as "1/4" (rounded down, at least 1: 8, 16 and 24
-    of 32 as in the paper). Both count layers with softmax attention only: "last" is the last that has any. "auto" has
-    been replaced by then (``attnpo.lab.auto_layer``). UserError naming ``key`` otherwise.
+    ``layer``: a number, "last", or a fraction of the depth such as "1/4" (rounded down, at least 1: 8, 16 and 24 of 32
+    as in the paper). Names and fractions count only layers with softmax attention: "last" is the last of these. "auto"
+    must have been replaced before (``attnpo.lab.auto_layer``). UserError naming ``key`` otherwise.
     """
-    readable = attending(num_layers)
+    readable = layers_with_attention(num_layers)
     whole = readable == tuple(range(1, num_layers + 1))
-    numbers = f"a whole number from 1 to {num_layers}" if whole else in_words(readable)
+    numbers = f"a whole number from 1 to {num_layers}" if whole else describe_layers(readable)
     expected = f'{numbers}, "last", or a fraction such as "1/4"'
     if isinstance(layer, bool) or not isinstance(layer, int | str):
         raise UserError(f"{key}: expected {expected}, got {layer!r}")
     if isinstance(layer, str):
         number = _named_layer(layer.strip().lower(), readable)
         if number is None:
-            hint = "; auto is for weights.layer of a run alone" if layer.strip().lower() == "auto" else ""
+            hint = "; auto is allowed only for weights.layer of a run" if layer.strip().lower() == "auto" else ""
             raise UserError(f"{key}: expected {expected}, got {layer!r}{hint}")
         layer = number
     if not 1 <= layer <= num_layers:
         raise UserError(f"{key}: expected {expected} (layers are counted from 1), got {layer}")
     if layer not in readable:
         raise UserError(
-            f"{key}={layer}: this layer of the judge has no softmax attention that can be read; expected {expected}"
+            f"{key}={layer}: this layer of the judge has no readable softmax attention; expected {expected}"
         )
     return layer
 
 
-def in_words(layers: Sequence[int]) -> str:
-    """Numbers of layers for readers: "one of the layers 4, 8, 12 that have attention"."""
+def describe_layers(layers: Sequence[int]) -> str:
+    """Lists layers for error messages: "one of the layers 4, 8, 12 that have attention"."""
     return f"one of the layers {', '.join(map(str, layers))} that have attention"
 
 
 def distinct_layers(layers: Sequence[int | str], num_layers: int, key: str) -> dict[int, list[str]]:
-    """Returns the names given for each layer, by its number in a model of ``num_layers`` layers, rising.
+    """Returns the given names of each layer, by its number in a model of ``num_layers`` layers, ascending.
 
-    Names that differ but mean one layer here (a fraction or "last" on a shallow model) are merged and logged.
-    UserError naming ``key`` for one name given twice, and for a layer out of range.
+    Different names for the same layer (a fraction or "last" on a shallow model) are merged and logged. UserError naming
+    ``key`` if a name is given twice or a layer is out of range.
     """
     named: dict[int, list[str]] = {}
     for layer in layers:
@@ -107,17 +107,17 @@ def distinct_layers(layers: Sequence[int | str], num_layers: int, key: str) -> d
         names, name = named.setdefault(number, []), str(layer).strip().lower()
         if name in names:
             raise UserError(
-                f"{key}: expected every layer once, got {name} twice in {[str(item) for item in layers]}; remove one"
+                f"{key}: expected each layer once, got {name} twice in {[str(item) for item in layers]}; remove one"
             )
         names.append(name)
     for number, names in named.items():
         if len(names) > 1:
-            log.info("%s: %s are one and the same here: layer %d of %d", key, ", ".join(names), number, num_layers)
+            log.info("%s: %s are the same layer here: layer %d of %d", key, ", ".join(names), number, num_layers)
     return dict(sorted(named.items()))
 
 
 def _named_layer(name: str, layers: Sequence[int]) -> int | None:
-    """Returns the number meant by a name; fractions are of ``layers``, those with attention."""
+    """Returns the number of a named layer; fractions count only ``layers``, those with attention."""
     if name == "last":
         return layers[-1]
     if re.fullmatch(r"-?\d+", name):

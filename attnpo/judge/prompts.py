@@ -1,13 +1,13 @@
 """Judge prompts: the comparison text, its tokens, and which of them belong to which response.
 
-Paper: the judge sees both answers in both orders with hidden labels and is asked for a letter; its attention is read
-at the last prompt token. Spans come from characters known while rendering, never from a search for delimiters, so a
-response may contain anything.
+Paper: the judge sees both answers in both orders with hidden labels and is asked for a letter; its attention is read at
+the last prompt token. Spans come from character positions known from rendering, never from a search for delimiters, so
+a response may contain anything.
 
-Differs from the official code: one-pass substitution (there an answer's own "{answer_b}" is replaced), no second BOS,
-cuts at character boundaries with the total checked again (there tokens are cut, decoded and encoded anew, which can
-change the length and leave U+FFFD), and spans that reach the response's last character unless SpanMode.REFERENCE asks
-for the shorter ones.
+Differs from the official code: placeholders are substituted in one pass (there an answer's own "{answer_b}" is
+replaced), there is no second BOS, and texts are cut at character boundaries and the total is checked again (there
+tokens are cut, decoded and encoded again, which can change the length and leave U+FFFD). Spans reach the response's
+last character unless SpanMode.REFERENCE asks for the shorter ones.
 """
 
 import re
@@ -31,15 +31,15 @@ from attnpo.text.traces import weighted_start
 PLACEHOLDERS = ("question", "answer_a", "answer_b")
 
 
-class Rendered(NamedTuple):
+class RenderedPrompt(NamedTuple):
     """Filled template and the half-open character range of each placeholder's text in it."""
 
     text: str
     spans: dict[str, Range]
 
 
-def file_text(path: str | Path, key: str) -> str:
-    """Returns a UTF-8 text file as it is. Raises UserError naming the ``key`` of the file when it cannot be read."""
+def read_text_file(path: str | Path, key: str) -> str:
+    """Reads a UTF-8 text file unchanged. Raises UserError naming the file's ``key`` if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
@@ -57,26 +57,29 @@ class JudgeTemplate:
             expected = ", ".join("{" + name + "}" for name in PLACEHOLDERS)
             raise UserError(
                 f"judge template: expected the placeholders {expected}, each exactly once; found {slots}: "
-                "correct the file named by judge.template_file"
+                "correct the file given by judge.template_file"
             )
 
     @classmethod
     def from_file(cls, path: str | Path) -> "JudgeTemplate":
-        """Returns the template in a UTF-8 text file, as it is. Raises UserError when it cannot be read."""
-        return cls(file_text(path, "judge.template_file"))
+        """Reads the template from a UTF-8 text file, unchanged. Raises UserError if it cannot be read."""
+        return cls(read_text_file(path, "judge.template_file"))
 
-    def render(self, question: str, answer_a: str, answer_b: str) -> Rendered:
-        """Returns the text with all three values put in at once (a placeholder inside a value stays as it is)."""
+    def render(self, question: str, answer_a: str, answer_b: str) -> RenderedPrompt:
+        """Inserts all three values at once, so that a placeholder inside a value stays as it is."""
         values = {"question": question, "answer_a": answer_a, "answer_b": answer_b}
         parts, spans, position = [self.literals[0]], {}, len(self.literals[0])
         for name, literal in zip(self.order, self.literals[1:], strict=True):
             spans[name] = (position, position + len(values[name]))
             position = spans[name][1] + len(literal)
             parts += [values[name], literal]
-        return Rendered("".join(parts), spans)
+        return RenderedPrompt("".join(parts), spans)
 
-    def closing(self, name: str, text: str | None) -> int | None:
-        """Characters from a placeholder to ``text`` (None: to the next visible one); None where it does not follow."""
+    def distance_to_closing(self, name: str, text: str | None) -> int | None:
+        """Returns the number of characters from a placeholder to ``text``; None if ``text`` does not follow it.
+
+        ``text`` None stands for the next visible character.
+        """
         literal = self.literals[self.order.index(name) + 1]
         if text is None:
             return len(literal) - len(literal.lstrip()) if literal.strip() else None
@@ -84,12 +87,13 @@ class JudgeTemplate:
         return place if place >= 0 else None
 
 
-def share_room(room: int, question: int, sizes: Sequence[int], max_response: int) -> tuple[int, list[int]]:
-    """Returns how many tokens the question and the two responses keep of ``room`` tokens.
+def allocate_tokens(room: int, question: int, sizes: Sequence[int], max_response: int) -> tuple[int, list[int]]:
+    """Divides ``room`` tokens among the question and the two responses; returns how many each keeps.
 
-    Responses keep at most ``max_response`` tokens each, the question what is left (decision 10). Where that would leave
-    the question less than an eighth of the room (a small judge.max_length), it keeps an eighth, or all of a shorter
-    question, and the responses share the rest evenly; what a short response does not need goes to the other.
+    Responses keep at most ``max_response`` tokens each, and the question gets the remaining tokens (decision 10). If
+    that would leave the question less than an eighth of the room (a small judge.max_length), it keeps an eighth, or all
+    of a shorter question, and the responses share the rest evenly; tokens that a short response does not need go to the
+    other.
     """
     caps = [min(size, max_response) for size in sizes]
     keep = min(question, max(room // 8, room - sum(caps)))
@@ -100,8 +104,8 @@ def share_room(room: int, question: int, sizes: Sequence[int], max_response: int
     return keep, caps
 
 
-def last_tokens(places: Sequence[Range], keep: int, length: int) -> int:
-    """Returns the character at which the last ``keep`` tokens begin, moved on to where no earlier token holds it.
+def last_tokens_start(places: Sequence[Range], keep: int, length: int) -> int:
+    """Returns the character where the last ``keep`` tokens begin, moved past characters that an earlier token shares.
 
     ``places`` are the tokens' half-open character ranges in a text of ``length`` characters.
     """
@@ -113,10 +117,10 @@ def last_tokens(places: Sequence[Range], keep: int, length: int) -> int:
     return length
 
 
-def first_tokens(places: Sequence[Range], keep: int) -> int:
-    """Returns the number of tokens, at most ``keep``, that end with a whole character.
+def count_first_tokens(places: Sequence[Range], keep: int) -> int:
+    """Returns the largest number of tokens, at most ``keep``, that ends at a character boundary.
 
-    The first whole character at least.
+    If there is none, returns the number of tokens up to the first complete character.
     """
     if keep >= len(places):
         return len(places)
@@ -126,11 +130,11 @@ def first_tokens(places: Sequence[Range], keep: int) -> int:
     return next((n for n in range(keep + 1, len(places)) if n and places[n][0] >= places[n - 1][1]), len(places))
 
 
-def label_tokens(chat: ChatFormat, prompt: str, labels: Sequence[str], key: str = "judge.labels") -> tuple[int, ...]:
+def label_token_ids(chat: ChatFormat, prompt: str, labels: Sequence[str], key: str = "judge.labels") -> tuple[int, ...]:
     """Returns the id of each label as the model would write it after ``prompt``, a rendered text.
 
-    Raises UserError, naming ``key``, when a label is more than one token there and also on its own, when it is not in
-    the vocabulary, or when two are the same token.
+    Raises UserError, naming ``key``, if a label is more than one token both there and on its own, if it is not in the
+    vocabulary, or if two labels are the same token.
     """
     before, _ = chat.tokenize(prompt)
     found: list[int] = []
@@ -140,40 +144,40 @@ def label_tokens(chat: ChatFormat, prompt: str, labels: Sequence[str], key: str 
         if len(whole) == len(before) + 1 and whole[:-1] == before:
             alone = whole[-1:]
         if len(alone) != 1:
-            raise UserError(f"{key}: {label!r} is {len(alone)} tokens {alone}, expected one: choose another")
+            raise UserError(f"{key}: {label!r} is {len(alone)} tokens {alone}, expected one: choose another label")
         if alone[0] == chat.tokenizer.unk_token_id:
             raise UserError(
                 f"{key}: {label!r} is not in the vocabulary of the judge, which reads it as "
-                f"{chat.tokenizer.unk_token!r}: choose another"
+                f"{chat.tokenizer.unk_token!r}: choose another label"
             )
         if alone[0] in found:
-            raise UserError(f"{key}: {tuple(labels)} are the same token {alone[0]}: choose two that differ")
+            raise UserError(f"{key}: {tuple(labels)} are the same token {alone[0]}: choose different labels")
         found.append(alone[0])
     return tuple(found)
 
 
 def check_prefill(chat: ChatFormat, prompt: str, prefill: str, labels: Sequence[str]) -> None:
-    """Raises UserError unless the tokens of ``prompt``, which ends in ``prefill``, end there whichever label follows.
+    """Raises UserError unless ``prompt``, which ends in ``prefill``, has the same tokens whichever label follows.
 
-    Otherwise the position before the label would be none that a model has when it writes the label: the tokenizer drops
-    blanks at the end of a text, or makes one token of the prefill's end and the label.
+    Otherwise the position before the label would not occur when the model itself writes the label: the tokenizer drops
+    blanks at the end of a text, or merges the end of the prefill with the label.
     """
     before, places = chat.tokenize(prompt)
     if not prefill.strip() or not places or places[-1][1] < len(prompt):
         raise UserError(
             f"judge.prefill: the judge's tokenizer strips the end of {prefill!r}, so the verdict would not follow it: "
-            "expected text that ends in a character which is no blank"
+            "expected a text that does not end in a blank"
         )
     for label in labels:
         whole, _ = chat.tokenize(prompt + label)
         if whole[: len(before)] != before:
-            advice = f"end it before the letter's token, or begin the labels with a blank ({' ' + label!r})"
+            advice = f"end the prefill before the letter's token, or begin the labels with a blank ({' ' + label!r})"
             if prefill[-1].isspace():
                 cut = prefill.rstrip()
-                advice = f"take judge.prefill={cut!r} and give the labels what was cut off, {prefill[len(cut) :]!r}"
+                advice = f"set judge.prefill={cut!r} and begin the labels with {prefill[len(cut) :]!r}"
             raise UserError(
-                f"judge.prefill: the end of {prefill!r} becomes one token with the label {label!r}, so the verdict is "
-                f"not written after it: {advice}"
+                f"judge.prefill: the end of {prefill!r} and the label {label!r} become one token, so the verdict would "
+                f"not follow the prefill: {advice}"
             )
 
 
@@ -185,46 +189,45 @@ class AfterTrace:
     prefill: tuple[int, ...]
 
     @property
-    def size(self) -> int:
-        """Returns tokens that may follow a trace."""
+    def token_count(self) -> int:
+        """Returns the maximum number of tokens after a trace."""
         return len(self.closing) + len(self.prefill)
 
 
-def after_trace(chat: ChatFormat, prompt: str, rules: TraceRules, prefill: str | None) -> AfterTrace:
+def make_after_trace(chat: ChatFormat, prompt: str, rules: TraceRules, prefill: str | None) -> AfterTrace:
     """Returns the ids after a trace to ``prompt``, a rendered text that ends where the judge begins to write.
 
-    UserError for a prompt or a prefill that closes a trace by itself, and for an ``until`` that the judge's tokenizer
-    has no tokens for.
+    UserError if the prefill closes a trace by itself, or if the judge's tokenizer has no tokens for ``until``.
     """
     until = rules.until
     if prefill is not None and until.strip() in prefill:
         raise UserError(
-            f"judge.prefill={prefill!r} closes a trace by itself: it is written after the trace and after "
-            f"judge.trace.until={until!r}, so leave that out of it"
+            f"judge.prefill={prefill!r} contains the end of a trace, but it is written after the trace and after "
+            f"judge.trace.until={until!r}: remove that text from the prefill"
         )
-    closing = _following(chat, prompt, until)
+    closing = _tokens_after(chat, prompt, until)
     if not closing or chat.tokenizer.unk_token_id in closing:
         raise UserError(
-            f"judge.trace.until: the judge's tokenizer cannot write {until!r}, so no trace would end with it: give the "
-            "text that ends a trace of this judge"
+            f"judge.trace.until: the judge's tokenizer cannot write {until!r}, so no trace would end with it: set "
+            "it to the text that ends a trace of this judge"
         )
-    return AfterTrace(tuple(closing), () if prefill is None else tuple(_following(chat, prompt + until, prefill)))
+    return AfterTrace(tuple(closing), () if prefill is None else tuple(_tokens_after(chat, prompt + until, prefill)))
 
 
-def require_open(prompt: str, frame_end: str, until: str) -> None:
-    """Raises UserError where the prompt closes the trace by itself: a model does not think after that.
+def check_trace_open(prompt: str, frame_end: str, until: str) -> None:
+    """Raises UserError if the prompt closes the trace by itself, because the model would not reason after that.
 
-    ``frame_end``: what the chat template writes between the question to the judge and its reply.
+    ``frame_end``: the text that the chat template writes between the question to the judge and its reply.
     """
     if until.strip() in frame_end or prompt.rstrip().endswith(until.strip()):
         raise UserError(
-            f"judge.trace: the judge's prompt ends in {prompt[-60:]!r}, which has judge.trace.until={until!r} already, "
-            "so the judge would not think: switch its thinking on (judge.chat_template_kwargs), or set judge.trace=null"
+            f"judge.trace: the judge's prompt ends in {prompt[-60:]!r} and already has judge.trace.until={until!r}, so "
+            "the judge would not think: enable thinking (judge.chat_template_kwargs), or set judge.trace=null"
         )
 
 
-def _following(chat: ChatFormat, before: str, text: str) -> list[int]:
-    """Returns the ids of ``text`` after ``before``; on its own where both would merge into one token."""
+def _tokens_after(chat: ChatFormat, before: str, text: str) -> list[int]:
+    """Returns the ids of ``text`` after ``before``, or of ``text`` alone if the two would merge into one token."""
     head, whole = chat.tokenize(before)[0], chat.tokenize(before + text)[0]
     return whole[len(head) :] if whole[: len(head)] == head else chat.tokenize(text, start=False)[0]
 
@@ -235,15 +238,15 @@ _ORDERS = (("chosen", "rejected"), ("rejected", "chosen"))
 
 @dataclass(frozen=True)
 class _JudgedAnswer:
-    """Response as the judge sees it, from character ``start`` on; ``blank``: a space in place of an empty one."""
+    """Response as the judge sees it, from character ``start`` on; ``blank``: a space replaces an empty response."""
 
     text: str
     start: int
     blank: bool
     tokens: tuple[list[int], list[Range]] | None = None  # under IDS: of training, ranges in the whole response
 
-    def first(self, places: list[Range], count: int) -> "_JudgedAnswer":
-        """Returns the response cut after its first ``count`` tokens; ``places``: their characters in its text."""
+    def keep_first_tokens(self, places: list[Range], count: int) -> "_JudgedAnswer":
+        """Returns the response cut after its first ``count`` tokens; ``places``: their character ranges in its text."""
         if count == len(places):
             return self
         if self.tokens is None:
@@ -251,8 +254,8 @@ class _JudgedAnswer:
         return replace(self, tokens=(self.tokens[0][:count], self.tokens[1][:count]))
 
 
-class _Placed(NamedTuple):
-    """Judge prompt's ids, and per answer slot the token range with the characters (of the response) it covers."""
+class _TokenizedRound(NamedTuple):
+    """Ids of a judge prompt, and per answer slot its token range and the characters (of the response) it covers."""
 
     ids: list[int]
     spans: dict[str, Range]
@@ -262,31 +265,30 @@ class _Placed(NamedTuple):
 def question_text(prompt: Sequence[Message]) -> str:
     """Returns the question as the judge reads it: the content of a lone user turn, else "role: content" per turn.
 
-    Turns are separated by a blank line; system turns are shown like the others, an assistant's calls of tools as JSON.
-    The tools themselves are not shown.
+    Turns are separated by a blank line. System turns are shown like the others, and an assistant's tool calls as JSON.
+    Tool definitions are not shown.
     """
     if len(prompt) == 1 and prompt[0]["role"] == "user":
         return prompt[0]["content"]
-    return "\n\n".join(f"{turn['role']}: {_said(turn)}" for turn in prompt)
+    return "\n\n".join(f"{turn['role']}: {_turn_text(turn)}" for turn in prompt)
 
 
-def _said(turn: Message) -> str:
-    """Returns a turn's content, and the calls it makes as they are written down."""
+def _turn_text(turn: Message) -> str:
+    """Returns a turn's content and its tool calls as text."""
     return "\n".join(text for text in (turn["content"], turn.get("tool_calls")) if text)
 
 
-class JudgePrompts:
-    """Builds both rounds of a pair under fixed rules; ``template`` is the wording in place of the rules' file.
+class JudgePromptBuilder:
+    """Builds both rounds of a pair under fixed rules; ``template`` replaces the wording in the rules' file.
 
-    ``chat`` frames the question to the judge; ``training`` (None: the same) gives the ids of training under IDS.
-    A prompt too long in either round is cut the same way in both, so that both rounds see the same text: the question
-    loses its beginning, a response its end, and weights exist for the kept part only.
+    ``chat`` wraps the question to the judge; ``training`` (None: the same) gives the token ids of training under IDS.
+    If a prompt is too long in either round, both rounds are cut in the same way, so that they see the same text: the
+    question loses its beginning, a response its end, and weights exist only for the kept part. With ``rules.trace`` a
+    prompt ends where the trace begins, and ``after_trace`` has the ids that follow the trace.
 
-    With ``rules.trace`` a prompt ends where the trace begins, and ``after_trace`` has the ids that follow the trace.
-
-    Raises UserError when the template cannot be read, lacks a placeholder, cannot give the asked spans, or does not
-    fit into ``rules.max_length`` even without texts, and when the tokenizer drops the end of ``rules.prefill`` or
-    merges it with a label, or something else than the judge closes its trace.
+    Raises UserError if the template cannot be read, has a missing placeholder, cannot give the requested spans, or does
+    not fit into ``rules.max_length`` even without texts. Also if the tokenizer drops the end of ``rules.prefill`` or
+    merges it with a label, or if the prompt or the prefill closes the trace.
     """
 
     def __init__(
@@ -302,36 +304,35 @@ class JudgePrompts:
         self.template = JudgeTemplate.from_file(rules.template_file) if template is None else template
         self._frame = split_frame(self._render_chat(SENTINEL)) if rules.chat else ("", "")
         self._parts: dict[str, tuple[list[int], list[Range]]] = {}
-        self._gaps = {name: self.template.closing(name, rules.span_closing) for name in ANSWERS}
+        self._gaps = {name: self.template.distance_to_closing(name, rules.span_closing) for name in ANSWERS}
         if rules.span is SpanMode.REFERENCE and None in self._gaps.values():
             wanted = "visible template text" if rules.span_closing is None else repr(rules.span_closing)
             raise UserError(
-                f"judge.span: reference needs {wanted} after both answers, since spans end before it: change "
-                "judge.span_closing or judge.template_file, or take judge.span: touch"
+                f"judge.span: reference needs {wanted} after both answers, because spans end before it: change "
+                "judge.span_closing or judge.template_file, or set judge.span=touch"
             )
         ids, _ = chat.tokenize(" ", start=False)
         self._blank = _JudgedAnswer(" ", 0, True, (ids, [(0, 0)] * len(ids)))
-        bare = max(len(placed.ids) for placed in self._place_both(" ", {side: self._blank for side in SIDES}))
+        bare = max(len(placed.ids) for placed in self._tokenize_rounds(" ", {side: self._blank for side in SIDES}))
         self.after_trace: AfterTrace | None = None
         if rules.trace is not None:
-            prompt = self._full(self.template.render("x", "x", "x").text)[0]
-            require_open(prompt, self._frame[1], rules.trace.until)
-            self.after_trace = after_trace(chat, prompt, rules.trace, rules.prefill)
-        # Tokens that a prompt has at most, and what of them the question and the two answers may use; one each is the
-        # least.
-        self._limit = rules.max_length - self._kept_free()
+            prompt = self._full_prompt(self.template.render("x", "x", "x").text)[0]
+            check_trace_open(prompt, self._frame[1], rules.trace.until)
+            self.after_trace = make_after_trace(chat, prompt, rules.trace, rules.prefill)
+        # Maximum tokens of a prompt, and how many of them question and answers may use; each needs at least one.
+        self._limit = rules.max_length - self._reserved_tokens()
         self._room = self._limit - 1 - (bare - 3)
         if self._room < 3:
-            free = f" and judge.trace keeps {self._kept_free()} free" * (rules.trace is not None)
+            free = f" and judge.trace reserves {self._reserved_tokens()}" * (rules.trace is not None)
             raise UserError(
                 f"judge.max_length is {rules.max_length}, but the judge template alone takes about {bare - 3} tokens"
                 f"{free}: raise it or shorten judge.template_file{' or a trace' * bool(free)}"
             )
         if rules.prefill is not None:
-            check_prefill(chat, self._to_label(), rules.prefill, rules.labels)
+            check_prefill(chat, self._text_before_label(), rules.prefill, rules.labels)
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns everything that changes a prompt, a span or a label: wording, rules, tokenizer and chat template."""
+        """Returns every setting that changes a prompt, a span or a label: wording, rules, tokenizer, chat template."""
         rules = self.rules
         reference, spliced = rules.span is SpanMode.REFERENCE, rules.assembly is Assembly.IDS
         return {
@@ -344,49 +345,49 @@ class JudgePrompts:
             "strip": rules.strip,
             "chat": rules.chat,
             "tokenizer": self.chat.fingerprint(),
-            # Stored prompts from before there was a prefill, or a trace, are those without one.
+            # Older stored prompts have no prefill and no trace.
             **({} if rules.prefill is None else {"prefill": rules.prefill}),
             **({} if rules.trace is None else {"trace": rules.trace.fingerprint()}),
-            # The ids of training, where another chat format gives them than the judge's.
+            # Training ids, if their chat format differs from the judge's.
             **({"training": self._training.fingerprint()} if spliced and self._training is not self.chat else {}),
         }
 
     @cached_property
     def label_ids(self) -> tuple[int, int]:
-        """Returns ids of the two labels as the judge would write them right after its prompt.
+        """Returns the ids of the two labels as the judge would write them right after its prompt.
 
-        Raises UserError when a label is more than one token there and also on its own, when it is not in the
-        vocabulary, or when both are the same token.
+        Raises UserError if a label is more than one token both there and on its own, if it is not in the vocabulary, or
+        if both are the same token.
         """
-        first, second = label_tokens(self.chat, self._to_label(), self.rules.labels)
+        first, second = label_token_ids(self.chat, self._text_before_label(), self.rules.labels)
         return first, second
 
-    def _to_label(self) -> str:
-        """Returns a prompt as text, to where a label follows it; after an empty trace, if there is one."""
-        before = self._full(self.template.render("x", "x", "x").text)[0]
+    def _text_before_label(self) -> str:
+        """Returns a prompt as text up to the label, with an empty trace if the judge writes one."""
+        before = self._full_prompt(self.template.render("x", "x", "x").text)[0]
         trace = self.rules.trace
         return before if trace is None else before + trace.until + (self.rules.prefill or "")
 
-    def _kept_free(self) -> int:
-        """Returns tokens of ``rules.max_length`` that a trace and what follows it may take."""
+    def _reserved_tokens(self) -> int:
+        """Returns the tokens of ``rules.max_length`` that are reserved for a trace and the ids after it."""
         trace = self.rules.trace
-        return 0 if trace is None or self.after_trace is None else trace.max_new_tokens + self.after_trace.size
+        return 0 if trace is None or self.after_trace is None else trace.max_new_tokens + self.after_trace.token_count
 
     # ------------------------------------------------------------------------------------------ building
 
     def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
         """Returns the two rounds: first with chosen as answer A, then with rejected as answer A.
 
-        A token range is empty only when nothing of a response reaches the judge (dropped by the tokenizer, or blank at
-        the end of a trimmed message). Raises UserError naming the pair for text that cannot be encoded or fitted.
+        A token range is empty only if nothing of a response reaches the judge (dropped by the tokenizer, or blank at
+        the end of a trimmed message). Raises UserError naming the pair if its text cannot be encoded or does not fit.
         """
         question, cut = question_text(pair.prompt), False
         try:
             check_text(question, "the prompt")
-            shown = {side: self._show(pair, side) for side in SIDES}
-            rounds = self._place_both(question, shown)
+            shown = {side: self._prepare_answer(pair, side) for side in SIDES}
+            rounds = self._tokenize_rounds(question, shown)
             if max(len(placed.ids) for placed in rounds) >= self._limit:
-                rounds, cut = self._shorten(question, shown), True
+                rounds, cut = self._shorten_rounds(question, shown), True
         except UserError as problem:
             raise UserError(f"pair {pair.pair_id}: {problem}") from problem
         first, second = (
@@ -402,7 +403,7 @@ class JudgePrompts:
         )
         return first, second
 
-    def _show(self, pair: PreferencePair, side: str) -> _JudgedAnswer:
+    def _prepare_answer(self, pair: PreferencePair, side: str) -> _JudgedAnswer:
         """Returns a response as the judge sees it, without a trace that is weighed apart."""
         response, begins = pair.response(side), weighted_start(pair, side)
         check_text(response, f"the {side} response")
@@ -419,22 +420,22 @@ class JudgePrompts:
             return _JudgedAnswer(" ", 0, True)
         return _JudgedAnswer(text, len(response) - len(whole.lstrip()) if self.rules.strip else begins, False)
 
-    def _place_both(self, question: str, shown: Mapping[str, _JudgedAnswer]) -> list[_Placed]:
+    def _tokenize_rounds(self, question: str, shown: Mapping[str, _JudgedAnswer]) -> list[_TokenizedRound]:
         if self.rules.assembly is Assembly.IDS:
             return self._splice_ids(question, shown)
         return [
             self._tokenize_text(question, dict(zip(ANSWERS, (shown[a], shown[b]), strict=True))) for a, b in _ORDERS
         ]
 
-    def _tokenize_text(self, question: str, answers: Mapping[str, _JudgedAnswer]) -> _Placed:
-        """Tokenises the rendered text once (TEXT): spans by overlap with the answers' characters."""
+    def _tokenize_text(self, question: str, answers: Mapping[str, _JudgedAnswer]) -> _TokenizedRound:
+        """Tokenises the rendered text once (TEXT); spans are the tokens that overlap the answers' characters."""
         rendered = self.template.render(question, answers["answer_a"].text, answers["answer_b"].text)
-        full, shift, low, high = self._full(rendered.text)
+        full, shift, low, high = self._full_prompt(rendered.text)
         ids, places = self.chat.tokenize(full)
         spans, offsets = {}, {}
         for name, view in answers.items():
             shift_back = view.start - rendered.spans[name][0] - shift
-            # Blanks that the chat template trimmed from the message's ends are not there to be covered.
+            # Excludes blanks that the chat template trimmed from the message's ends.
             begin, end = max(rendered.spans[name][0] + shift, low), min(rendered.spans[name][1] + shift, high)
             first = bisect_right(places, begin, key=itemgetter(1))
             last = max(first, bisect_left(places, end, key=itemgetter(0)))
@@ -445,20 +446,20 @@ class JudgePrompts:
             spans[name] = (first, last)
             own = np.stack([np.maximum(held[:, 0], begin), np.minimum(held[:, 1], end)], axis=1) + shift_back
             offsets[name] = as_ranges((np.zeros_like(own) if view.blank else own)[: last - first])
-        return _Placed(ids, spans, offsets)
+        return _TokenizedRound(ids, spans, offsets)
 
-    def _splice_ids(self, question: str, shown: Mapping[str, _JudgedAnswer]) -> list[_Placed]:
-        """Tokenises the template parts on their own (IDS): the answers' training-side ids between them."""
-        rendered = self.template.render(question, "x", "x")  # any visible text keeps blanks around it from trimming
-        full, shift, _, _ = self._full(rendered.text)
+    def _splice_ids(self, question: str, shown: Mapping[str, _JudgedAnswer]) -> list[_TokenizedRound]:
+        """Tokenises the template's parts separately (IDS) and inserts the answers' training ids between them."""
+        rendered = self.template.render(question, "x", "x")  # visible text, so that blanks around it are not trimmed
+        full, shift, _, _ = self._full_prompt(rendered.text)
         slots = [name for name in self.template.order if name in ANSWERS]
         edges = [(rendered.spans[name][0] + shift, rendered.spans[name][1] + shift) for name in slots]
         parts = [self.chat.tokenize(full[: edges[0][0]])]
-        parts += [self._part(full[edges[0][1] : edges[1][0]]), self._part(full[edges[1][1] :])]
+        parts += [self._tokenize_part(full[edges[0][1] : edges[1][0]]), self._tokenize_part(full[edges[1][1] :])]
         rounds = []
         for order in _ORDERS:
             views = dict(zip(ANSWERS, (shown[side] for side in order), strict=True))
-            placed = _Placed(list(parts[0][0]), {}, {})
+            placed = _TokenizedRound(list(parts[0][0]), {}, {})
             for name, (ids, places) in zip(slots, parts[1:], strict=True):
                 answer, offsets = views[name].tokens or ([], [])
                 first, last = len(placed.ids), len(placed.ids) + len(answer)
@@ -474,15 +475,15 @@ class JudgePrompts:
     def _reference_end(self, first: int, last: int, closing: int) -> int:
         """Returns the end of the official code's span.
 
-        So many tokens before the closing text's first one, at least one token.
+        It is ``span_drop`` tokens before the closing text's first token, and leaves at least one token.
         """
         return min(last, max(closing - self.rules.span_drop, first + 1))
 
-    def _part(self, text: str) -> tuple[list[int], list[Range]]:
+    def _tokenize_part(self, text: str) -> tuple[list[int], list[Range]]:
         if text in self._parts:
             return self._parts[text]
         tokens = self.chat.tokenize(text, start=False)
-        if len(self._parts) < 8:  # constant parts come first; a template with the question in between must not pile up
+        if len(self._parts) < 8:  # constant parts come first; parts with the question would fill the memory
             self._parts[text] = tokens
         return tokens
 
@@ -491,8 +492,8 @@ class JudgePrompts:
     def _render_chat(self, text: str) -> str:
         return self.chat.render([Message(role="user", content=text)], add_generation_prompt=True)
 
-    def _full(self, text: str) -> tuple[str, int, int, int]:
-        """Returns the prompt, what to add to a position in ``text`` to find it there, and the range of ``text``."""
+    def _full_prompt(self, text: str) -> tuple[str, int, int, int]:
+        """Returns the prompt, the offset of ``text`` in it, and the range of ``text`` that it contains."""
         prefill = (self.rules.prefill or "") if self.rules.trace is None else ""
         if not self.rules.chat:
             return text + prefill, 0, 0, len(text)
@@ -500,38 +501,39 @@ class JudgePrompts:
         place = locate_in_frame(full, self._frame, text)
         if place is None:
             raise UserError(
-                "the chat template changes a user message beyond trimming blanks at its ends, so the responses cannot "
-                "be found in it: give another template as model.chat_template"
+                "the chat template changes a user message by more than trimming blanks at its ends, so the responses "
+                "cannot be located in it: set model.chat_template to another template"
             )
         return full + prefill, place[1] - place[0], place[1], place[2]
 
     # ------------------------------------------------------------------------------------------ length
 
-    def _whole_ranges(self, text: str) -> list[Range]:
+    def _ranges_with_accents(self, text: str) -> list[Range]:
         """Returns the ranges of a response's tokens, so that no cut behind one parts an accent from its letter."""
         places = as_array(self.chat.tokenize(text, start=False)[1])
         return as_ranges(extend_over_gaps(places, text, 0, len(text)))
 
-    def _shorten(self, question: str, shown: Mapping[str, _JudgedAnswer]) -> list[_Placed]:
-        """Returns both rounds within ``_limit``: responses keep their beginning, the question its end."""
+    def _shorten_rounds(self, question: str, shown: Mapping[str, _JudgedAnswer]) -> list[_TokenizedRound]:
+        """Returns both rounds within ``_limit``: responses keep their beginning, the question keeps its end."""
         asked = self.chat.tokenize(question, start=False)[1]
         tokens = {
-            side: view.tokens[1] if view.tokens else self._whole_ranges(view.text) for side, view in shown.items()
+            side: view.tokens[1] if view.tokens else self._ranges_with_accents(view.text)
+            for side, view in shown.items()
         }
         sizes = [len(tokens[side]) for side in SIDES]
         room = self._room
         while room >= 3:
-            keep, caps = share_room(room, len(asked), sizes, self.rules.max_response_length)
-            begin = last_tokens(asked, keep, len(question))
+            keep, caps = allocate_tokens(room, len(asked), sizes, self.rules.max_response_length)
+            begin = last_tokens_start(asked, keep, len(question))
             kept = {
-                side: shown[side].first(tokens[side], first_tokens(tokens[side], cap))
+                side: shown[side].keep_first_tokens(tokens[side], count_first_tokens(tokens[side], cap))
                 for side, cap in zip(SIDES, caps, strict=True)
             }
-            rounds = self._place_both(question[begin:], kept)
+            rounds = self._tokenize_rounds(question[begin:], kept)
             excess = max(len(placed.ids) for placed in rounds) - self._limit + 1
             if excess <= 0:
                 return rounds
-            room -= excess  # tokens at the seams: cut that much more
+            room -= excess  # tokens at the seams: cut as many more
         raise UserError(
             f"the judge prompt cannot be cut below judge.max_length {self.rules.max_length}: raise it or shorten "
             "judge.template_file"

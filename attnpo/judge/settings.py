@@ -1,4 +1,4 @@
-"""Settings of a judge: which model judges, how it is asked, and what is read of it."""
+"""Settings of a judge: its model, its prompts, and what is read from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -11,11 +11,11 @@ from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_at_least, chec
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.traces import CLOSE
 
-TOKEN_BUDGET = 16384  # tokens of a judge's forward
+TOKEN_BUDGET = 16384  # tokens of one forward pass of a judge
 WARN, STOP = "warn", "stop"
 
 
-# Raised by hand with every change of the code that moves a trace, or what is read after one.
+# Increase by hand with every code change that changes a trace, or the numbers that are read after it.
 TRACE_VERSION = "1"
 
 
@@ -23,9 +23,9 @@ TRACE_VERSION = "1"
 class TraceRules:
     """Settings of the reasoning that a judge writes before its verdict (config node ``judge.trace``).
 
-    A trace ends with the text ``until``. One that has none after ``max_new_tokens`` tokens, or where the model ends its
-    turn, is closed with that text and counts as cut. ``temperature`` 0 is greedy decoding; draws are keyed by ``seed``
-    and by the prompt, so by the pair and the order of its answers.
+    A trace ends with the text ``until``. If the model has not written it after ``max_new_tokens`` tokens, or ends its
+    turn before, the trace is closed with that text and counts as cut. ``temperature`` 0 is greedy decoding; samples are
+    keyed by ``seed`` and by the prompt, that is, by the pair and the order of its answers.
     """
 
     max_new_tokens: int
@@ -38,14 +38,14 @@ class TraceRules:
     def __post_init__(self) -> None:
         self.sampling()
         if not self.until.strip():
-            raise UserError(f"until: expected the text that ends a trace, such as {CLOSE}, got {self.until!r}")
+            raise UserError(f"until: expected a text that ends a trace, such as {CLOSE}, got {self.until!r}")
 
     def sampling(self) -> Sampling:
         """Returns the decoding settings."""
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect: greedy decoding draws nothing."""
+        """Lists keys without effect: greedy decoding samples nothing."""
         return dict.fromkeys(("top_p", "top_k", "seed"), "judge.trace.temperature=0") if self.temperature == 0 else {}
 
     def fingerprint(self) -> dict[str, object]:
@@ -60,14 +60,14 @@ class TraceRules:
 
 
 class Assembly(Enum):
-    """TEXT tokenises the rendered text (paper); IDS splices the training-side ids between template parts."""
+    """TEXT tokenises the rendered text (paper); IDS splices the token ids of training between the template's parts."""
 
     TEXT = "text"
     IDS = "ids"
 
 
 class SpanMode(Enum):
-    """TOUCH: all tokens that hold a character of the response. REFERENCE: the official code's shorter span."""
+    """TOUCH: all tokens with a character of the response. REFERENCE: the shorter span of the official code."""
 
     TOUCH = "touch"
     REFERENCE = "reference"
@@ -78,13 +78,13 @@ class JudgeRules:
     """Settings of the judge's prompts.
 
     template_file: text file with the wording. assembly, span: see the enums. span_closing, span_drop: a reference span
-    ends so many tokens before the first token of this text, which follows both answers in the wording (None: before the
-    first visible character there). max_length: a prompt of this many tokens
-    or more is cut. max_response_length: tokens a response keeps then. labels: the letters of the first and the second
-    answer. strip: show responses without blanks at their ends (official code; under IDS the training ids decide).
-    chat: the text is one user message of the chat template; otherwise it is the whole prompt. prefill: the beginning of
-    the judge's reply up to the letter, written after all of that (None: nothing). trace: how the judge thinks before it
-    replies (None: not at all); prompt, trace and prefill together keep max_length.
+    ends ``span_drop`` tokens before the first token of ``span_closing``, a text that follows both answers in the
+    wording (None: before the first visible character after the answer). max_length: prompts of this many tokens or more
+    are cut. max_response_length: tokens that a response keeps in a prompt that is cut. labels: the letters of the first
+    and the second answer. strip: strip blanks from both ends of the responses (official code; under IDS the training
+    ids decide). chat: the text is one user message of the chat template; otherwise it is the whole prompt. prefill: the
+    beginning of the judge's reply up to the letter, appended at the end (None: nothing). trace: how the judge reasons
+    before it replies (None: not at all); prompt, trace and prefill together stay within max_length.
     """
 
     template_file: str
@@ -104,26 +104,26 @@ class JudgeRules:
         check_at_least("judge", 1, max_length=self.max_length, max_response_length=self.max_response_length)
         check_at_least("judge", 0, span_drop=self.span_drop)
         if self.span_closing == "":
-            raise UserError("judge.span_closing: expected text that follows both answers, or null, got an empty one")
+            raise UserError("judge.span_closing: expected a text that follows both answers, or null, got an empty text")
         if self.prefill == "":
-            raise UserError("judge.prefill: expected the beginning of a reply, or null for none, got an empty text")
+            raise UserError("judge.prefill: expected the beginning of a reply, or null, got an empty text")
         if self.labels[0] == self.labels[1]:
-            raise UserError(f"judge.labels: expected two that differ, got {self.labels[0]} twice")
+            raise UserError(f"judge.labels: expected two different labels, got {self.labels[0]} twice")
 
 
 @dataclass(frozen=True)
 class Judge(JudgeRules):
-    """Prompt rules of a judge (``JudgeRules``) and its model.
+    """Settings of a judge: prompt rules (``JudgeRules``) and model.
 
-    ``path`` None is the run's own model and chat format. ``chat_template_kwargs``: values of variables that the judge's
-    chat template reads ({enable_thinking: false}); None takes ``model.chat_template_kwargs`` where the judge is the
-    run's own model, and none for another. ``verdict`` also reads the two label logits, which runs the
-    full depth; without it the forward stops after the deepest stored layer. ``token_budget`` is tokens per forward;
-    "auto": as many as the memory estimate finds room for, ``TOKEN_BUDGET`` where it cannot be asked.
-    ``other``: another model is meant, so ``path`` None is one that ``prepare`` has yet to build, never the own model.
-    ``min_label_mass``: the probability that both labels together should have at the verdict position, in the mean over
-    the first prompts; one half, since below it the judge more likely writes something else there than a verdict.
-    ``low_label_mass``: warn or stop, what a judge below it does to a pass that is not paid for yet.
+    ``path`` None is the run's own model and chat format. ``chat_template_kwargs``: values for variables of the judge's
+    chat template ({enable_thinking: false}); None takes ``model.chat_template_kwargs`` if the judge is the run's own
+    model, and no values otherwise. ``verdict`` also reads the two label logits, which runs the full depth; without it
+    the forward pass stops after the deepest stored layer. ``token_budget``: tokens per forward pass; "auto" takes as
+    many as fit by the memory estimate, or ``TOKEN_BUDGET`` without an estimate. ``other``: a different model is
+    required, so ``path`` None is a model that ``prepare`` has not built yet, never the run's own. ``min_label_mass``:
+    required probability of both labels together at the verdict position, averaged over the first prompts. The default
+    is one half: below it the judge more likely writes something else there than a verdict. ``low_label_mass``: warn or
+    stop if a judge falls below it before a pass that is still to be computed.
     """
 
     path: str | None = None
@@ -146,14 +146,14 @@ class Judge(JudgeRules):
         check_range("judge", "[0, 1]", min_label_mass=self.min_label_mass)
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect: a wording that is the whole prompt goes through no chat template."""
+        """Lists keys without effect: a wording that is the whole prompt does not use the chat template."""
         idle = not self.chat and self.chat_template_kwargs is not None
         return {"chat_template_kwargs": "judge.chat=false"} if idle else {}
 
-    def rules(self, positions: int | None = None) -> JudgeRules:
-        """Returns the prompt rules alone, with the template's path settled, for a judge of as many ``positions``.
+    def prompt_rules(self, positions: int | None = None) -> JudgeRules:
+        """Returns only the prompt rules, with the template's path resolved, for a judge with ``positions`` positions.
 
-        Prompts are cut to what the judge can read. None: a judge that states no end.
+        Prompts are cut to what the judge can read. None: the judge has no stated limit.
         """
         plain = JudgeRules(**{item.name: getattr(self, item.name) for item in fields(JudgeRules)})
         length = plain.max_length if positions is None else min(plain.max_length, positions)
@@ -163,11 +163,11 @@ class Judge(JudgeRules):
 
 @dataclass(frozen=True)
 class OtherJudge:
-    """Other judge of a setting, which ``judge=other`` takes its keys from.
+    """Alternative judge of a setting, used by ``judge=other``.
 
-    ``path`` None is the model that ``prepare`` builds as one. ``layer`` is the one to read, ``align`` and
-    ``length_from`` are what its tokens ask of ``align.method`` and ``objective.length_from``: levenshtein and source
-    for the run's own tokenizer, characters and train for another.
+    ``path`` None is the judge that ``prepare`` builds. ``layer`` is the layer to read. ``align`` and ``length_from``
+    are the values of ``align.method`` and ``objective.length_from`` that suit its tokenizer: levenshtein and source for
+    the run's own tokenizer, characters and train for another.
     """
 
     template_file: str

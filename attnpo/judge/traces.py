@@ -1,4 +1,4 @@
-"""Judge that thinks first: its traces, written once and kept, and what is read after them."""
+"""Judge that reasons first: its traces, written once and cached, and the readings after them."""
 
 import logging
 import time
@@ -27,11 +27,11 @@ from attnpo.system.store import StoreTable, expect_array
 
 
 class TraceWriter:
-    """Lets a causal LM write on after prompts until it has written ``until``, ended its turn, or had its tokens.
+    """Continues prompts with a causal LM until it writes ``until``, ends its turn, or reaches the token limit.
 
-    ``token_budget``: most tokens of a batch, prompts and room for the traces together; one prompt at least.
-    ``end_ids``: ids that end a turn, beside those of the tokenizer and of the model's folder. UserError for a model
-    that cannot generate.
+    ``token_budget``: maximum number of tokens of a batch, prompts and traces together; a batch has at least one prompt.
+    ``end_ids``: further ids that end a turn, in addition to those of the tokenizer and the model's folder. UserError
+    for a model that cannot generate.
     """
 
     def __init__(
@@ -47,22 +47,24 @@ class TraceWriter:
         self.model = require_causal_lm(model)
         self.tokenizer, self.sampling, self.token_budget = tokenizer, sampling, token_budget
         if not self.model.can_generate():
-            raise UserError(_cannot(self.model, "transformers gives its class no generate"))
+            raise UserError(_cannot_write_message(self.model, "its class has no generate method in transformers"))
         self._until = StopAtText(until, tokenizer)
         self._ends = collect_end_ids(self.model, tokenizer, end_ids)
 
     def write(self, prompts: Sequence[Sequence[int]]) -> Iterator[dict[int, WrittenTrace]]:
-        """Yields the traces by the prompt's place, batch by batch, longest prompts first.
+        """Yields the traces by the prompt's position, batch by batch, longest prompts first.
 
-        UserError where the model's own code fails in generating.
+        UserError if the model's own code fails to generate.
         """
         most = self.sampling.max_new_tokens
         lengths = [len(prompt) for prompt in prompts]
         for batch in batch_longest_first(lengths, lambda longest: self.token_budget // (longest + most)):
-            rows = self._rows([GenerationRequest(prompts[place]) for place in batch])
-            yield {place: self._trace(row, index) for index, (place, row) in enumerate(zip(batch, rows, strict=True))}
+            rows = self._generate_batch([GenerationRequest(prompts[place]) for place in batch])
+            yield {
+                place: self._make_trace(row, index) for index, (place, row) in enumerate(zip(batch, rows, strict=True))
+            }
 
-    def _rows(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+    def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
         pad_id = padding_id(self.model, self.tokenizer, self._ends)
         most = self.sampling.max_new_tokens
         try:
@@ -71,17 +73,17 @@ class TraceWriter:
             raise
         except Exception as error:  # code of any model
             words = " ".join(str(error).split())[:200]
-            raise UserError(_cannot(self.model, f"{type(error).__name__}: {words}")) from error
+            raise UserError(_cannot_write_message(self.model, f"{type(error).__name__}: {words}")) from error
 
-    def _trace(self, row: list[int], index: int) -> WrittenTrace:
+    def _make_trace(self, row: list[int], index: int) -> WrittenTrace:
         closed = index in self._until.found and self._until.found[index] == len(row)
         ids = row if closed or row[-1] not in self._ends else row[:-1]
         return WrittenTrace(tuple(ids), decode_with_special_tokens(self.tokenizer, ids), closed)
 
 
-def _cannot(model: nn.Module, why: str) -> str:
+def _cannot_write_message(model: nn.Module, why: str) -> str:
     return (
-        f"judge.trace: {type(model).__name__} cannot write a trace ({why}): name another model as judge.path, or set "
+        f"judge.trace: {type(model).__name__} cannot write a trace ({why}): set judge.path to another model, or "
         "judge.trace=null"
     )
 
@@ -89,27 +91,27 @@ def _cannot(model: nn.Module, why: str) -> str:
 log = logging.getLogger(__name__)
 
 TRACES = "traces"
-"""Kind of the store's tables that traces are kept in: a row per prompt."""
+"""Kind of the store's tables for traces: one row per prompt."""
 IDS, TEXT, CLOSED = "ids", "text", "closed"
 AT_ONCE = 64
-"""Traces that are stored together: an interruption loses no more."""
+"""Traces that are stored at once: an interruption loses at most that many."""
 LOG_EVERY = 60.0  # seconds
 
 
 def trace_key(prompt: Sequence[int]) -> str:
-    """Returns the name under which the trace to a prompt is kept."""
+    """Returns the store key of the trace to a prompt."""
     return digest(list(prompt))[:32]
 
 
-class KeptTraces:
-    """Traces by ``trace_key``: in a table of the store or, without one, in memory."""
+class TraceCache:
+    """Traces by ``trace_key``, in a table of the store, or in memory without one."""
 
     def __init__(self, table: StoreTable | None) -> None:
         self.table = table
         self._held: dict[str, WrittenTrace] = {}
 
-    def find(self, keys: Sequence[str]) -> dict[str, WrittenTrace]:
-        """Returns those of ``keys`` that are known."""
+    def find_traces(self, keys: Sequence[str]) -> dict[str, WrittenTrace]:
+        """Returns the traces of those ``keys`` that are present."""
         if self.table is None:
             return {key: self._held[key] for key in keys if key in self._held}
         known = [key for key, columns in self.table.columns_present(keys).items() if IDS in columns]
@@ -118,7 +120,7 @@ class KeptTraces:
             for key, row in self.table.read(known, [IDS, TEXT, CLOSED]).items()
         }
 
-    def keep(self, traces: Mapping[str, WrittenTrace]) -> None:
+    def add_traces(self, traces: Mapping[str, WrittenTrace]) -> None:
         """Adds ``traces``."""
         if self.table is None:
             self._held |= traces
@@ -131,14 +133,14 @@ class KeptTraces:
             )
 
 
-class ThinkingJudge:
-    """Judge whose verdict position comes after its trace: prompt, trace, its end, prefill.
+class ReasoningJudge:
+    """Judge whose verdict position comes after its trace: prompt, trace, end of trace, prefill.
 
-    Traces are read from ``kept``; ``writer`` writes those that are missing. Rows are those of the prompt's own tokens,
-    whose places are as without a trace. ``limit``: tokens that a trace has at most.
+    Traces are read from ``kept``; ``writer`` writes missing ones. Rows cover only the prompt's own tokens, at the same
+    positions as without a trace. ``limit``: maximum number of tokens of a trace.
     """
 
-    def __init__(self, judge: JudgeModel, writer: TraceWriter, kept: KeptTraces, after: AfterTrace, limit: int) -> None:
+    def __init__(self, judge: JudgeModel, writer: TraceWriter, kept: TraceCache, after: AfterTrace, limit: int) -> None:
         self.judge, self.writer, self.kept, self.after, self.limit = judge, writer, kept, after, limit
 
     @property
@@ -157,8 +159,8 @@ class ThinkingJudge:
         label_ids: tuple[int, int] | None = None,
     ) -> list[JudgeReading]:
         """Returns the judge's readings at the position after each prompt's trace, with the trace's length."""
-        traces = self.traces(prompts)
-        whole = [self.whole(prompt, trace) for prompt, trace in zip(prompts, traces, strict=True)]
+        traces = self.find_or_write_traces(prompts)
+        whole = [self.full_ids(prompt, trace) for prompt, trace in zip(prompts, traces, strict=True)]
         given = {"per_head": per_head, "rollout": rollout, "verdict": verdict}
         readings = self.judge.read(whole, layers=layers, label_ids=label_ids, **given)
         return [
@@ -171,37 +173,37 @@ class ThinkingJudge:
             for prompt, trace, reading in zip(prompts, traces, readings, strict=True)
         ]
 
-    def whole(self, prompt: Sequence[int], trace: WrittenTrace) -> list[int]:
-        """Returns the ids up to the verdict position: a trace that the judge did not end is closed."""
+    def full_ids(self, prompt: Sequence[int], trace: WrittenTrace) -> list[int]:
+        """Returns the ids up to the verdict position; closes a trace that the judge did not end."""
         closing = () if trace.closed else self.after.closing
         return [*prompt, *trace.ids, *closing, *self.after.prefill]
 
-    def traces(self, prompts: Sequence[Sequence[int]]) -> list[WrittenTrace]:
-        """Returns the trace to each prompt; those that are not kept yet are written and kept."""
+    def find_or_write_traces(self, prompts: Sequence[Sequence[int]]) -> list[WrittenTrace]:
+        """Returns the trace to each prompt; writes and stores missing ones."""
         keys = [trace_key(prompt) for prompt in prompts]
-        found = self.kept.find(list(dict.fromkeys(keys)))
+        found = self.kept.find_traces(list(dict.fromkeys(keys)))
         missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in found}
         if missing:
-            found |= self._written(missing)
+            found |= self._write_missing(missing)
         return [found[key] for key in keys]
 
-    def _written(self, missing: Mapping[str, Sequence[int]]) -> dict[str, WrittenTrace]:
+    def _write_missing(self, missing: Mapping[str, Sequence[int]]) -> dict[str, WrittenTrace]:
         names, began = list(missing), time.perf_counter()
         said = began
         done: dict[str, WrittenTrace] = {}
         waiting: dict[str, WrittenTrace] = {}
-        log.info("judge: writing %d traces, at most %d tokens", len(names), len(names) * self.limit)
+        log.info("judge: writing %d traces with at most %d tokens in total", len(names), len(names) * self.limit)
         for batch in self.writer.write(list(missing.values())):
             waiting |= {names[place]: trace for place, trace in batch.items()}
             if len(waiting) >= AT_ONCE or len(done) + len(waiting) == len(names):
-                self.kept.keep(waiting)
+                self.kept.add_traces(waiting)
                 done |= waiting
                 waiting = {}
             now = time.perf_counter()
             if done and (now - said > LOG_EVERY or len(done) == len(names)):
                 said, tokens = now, sum(len(trace.ids) for trace in done.values())
                 log.info(
-                    "judge: %d of %d traces written, %.1f tokens in the mean, %.0f s",
+                    "judge: %d of %d traces written, %.1f tokens on average, %.0f s",
                     len(done),
                     len(names),
                     tokens / len(done),

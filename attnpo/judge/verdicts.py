@@ -1,8 +1,8 @@
 """Statistics of a judge: its verdicts, the probability of its labels, the length of its traces.
 
-The verdict position is the verdict's where the labels have nearly all probability. A judge that would begin with a
-reasoning trace or with "The better answer is" has its verdict elsewhere, and its attention there is about something
-else.
+The judge gives its verdict at the verdict position only if nearly all probability is on the labels. A judge that would
+begin with a reasoning trace or with "The better answer is" gives its verdict elsewhere, and its attention at this
+position is not about the verdict.
 """
 
 import math
@@ -15,20 +15,20 @@ from attnpo.judge.base import JudgeModel, JudgeReading
 from attnpo.judge.settings import TraceRules
 from attnpo.schema import JudgeRound, PairWeights
 
-ENOUGH = 20  # pairs: with fewer, the interval of a judge that is right four times of five may hold one half
+ENOUGH = 20  # pairs: with fewer, the interval of a judge with accuracy 0.8 may contain one half
 Z95 = 1.959964  # standard deviations on either side of a 95 % interval
 
 
 @dataclass(frozen=True)
 class JudgeStatistics:
-    """Shares between 0 and 1 over ``pairs`` pairs with a verdict in every round; NaN when there is none.
+    """Shares between 0 and 1 over ``pairs`` pairs with a verdict in every round; NaN if there are none.
 
-    ``agreement``: rounds whose higher label logit picks the chosen response (a tie counts as half).
-    ``pair_accuracy``: pairs whose logit difference, averaged over both orders, picks the chosen one (same).
-    ``consistency``: pairs whose orders all pick the same response (a tie picks none).
-    ``other_tokens``: rounds whose most likely token is neither label. ``chosen_first``, ``chosen_second``: the
-    agreement of the rounds that show the chosen response first (as answer A), and of the others; ``first_picked``:
-    rounds that pick the answer shown first, whichever it is (a tie counts as half in all three).
+    ``agreement``: rounds whose higher label logit picks the chosen response (ties count as half). ``pair_accuracy``:
+    pairs whose logit difference, averaged over both orders, picks the chosen response (same). ``consistency``: pairs
+    for which all orders pick the same response (a tie picks none). ``other_tokens``: rounds whose most likely token is
+    neither label. ``chosen_first``, ``chosen_second``: agreement of the rounds that show the chosen response first (as
+    answer A) and second. ``first_picked``: rounds that pick the answer shown first, whichever it is (ties count as half
+    in all three).
     """
 
     agreement: float
@@ -41,10 +41,10 @@ class JudgeStatistics:
     first_picked: float = math.nan
 
 
-class Standing(Enum):
-    """Standing of a judge by the 95 % interval of its accuracy (both orders averaged).
+class JudgeStanding(Enum):
+    """Judge quality from the 95 % interval of its accuracy (both orders averaged).
 
-    ``FEW``: no verdict of it yet, there are fewer than 20 pairs.
+    ``FEW``: undecided, because there are fewer than 20 pairs.
     """
 
     ABOVE = "above chance"
@@ -54,114 +54,115 @@ class Standing(Enum):
 
 
 def judge_statistics(captured: Iterable[PairWeights], label_ids: tuple[int, int]) -> JudgeStatistics:
-    """Returns the statistics of all captured pairs with verdicts; ``label_ids``: the tokens of labels (A, B)."""
+    """Computes the statistics of all captured pairs with verdicts; ``label_ids``: token ids of labels A and B."""
     margins: list[list[float]] = []
     tokens: list[int] = []
     first: list[float] = []
     second: list[float] = []
     for pair in captured:  # one by one: none of them is held
-        if not with_verdicts([pair]):
+        if not pairs_with_verdicts([pair]):
             continue
-        margins.append([margin_of(item) for item in pair.rounds])
+        margins.append([verdict_margin(item) for item in pair.rounds])
         tokens += [item.verdict_token for item in pair.rounds if item.verdict_token is not None]
         for item, margin in zip(pair.rounds, margins[-1], strict=True):
-            (first if item.chosen_is_a else second).append(_won(margin))
+            (first if item.chosen_is_a else second).append(_win_score(margin))
     flat = [margin for pair in margins for margin in pair]
     return JudgeStatistics(
-        agreement=_mean([_won(margin) for margin in flat]),
-        pair_accuracy=_mean([_won(_mean(pair)) for pair in margins]),
-        consistency=_mean([float(all(one > 0 for one in pair) or all(one < 0 for one in pair)) for pair in margins]),
-        other_tokens=_mean([float(token not in label_ids) for token in tokens]),
+        agreement=_mean_or_nan([_win_score(margin) for margin in flat]),
+        pair_accuracy=_mean_or_nan([_win_score(_mean_or_nan(pair)) for pair in margins]),
+        consistency=_mean_or_nan(
+            [float(all(one > 0 for one in pair) or all(one < 0 for one in pair)) for pair in margins]
+        ),
+        other_tokens=_mean_or_nan([float(token not in label_ids) for token in tokens]),
         pairs=len(margins),
-        chosen_first=_mean(first),
-        chosen_second=_mean(second),
-        first_picked=_mean([*first, *(1 - won for won in second)]),
+        chosen_first=_mean_or_nan(first),
+        chosen_second=_mean_or_nan(second),
+        first_picked=_mean_or_nan([*first, *(1 - won for won in second)]),
     )
 
 
-def judge_standing(verdicts: JudgeStatistics) -> Standing:
-    """Returns where the 95 % interval of the accuracy (both orders averaged) lies.
+def judge_standing(verdicts: JudgeStatistics) -> JudgeStanding:
+    """Tells whether the 95 % interval of the accuracy (both orders averaged) is above, around or below one half.
 
-    Above one half, below it, or around it.
-
-    The interval is Wilson's, which holds one half exactly where a test of size 5 % cannot tell the judge from a coin.
+    The interval is Wilson's. It contains one half exactly if a test at level 5 % cannot distinguish the judge from a
+    coin.
     """
     if verdicts.pairs < ENOUGH:
-        return Standing.FEW
-    low, high = wilson(verdicts.pair_accuracy, verdicts.pairs)
-    return Standing.ABOVE if low > 0.5 else Standing.BELOW if high < 0.5 else Standing.CHANCE
+        return JudgeStanding.FEW
+    low, high = wilson_interval(verdicts.pair_accuracy, verdicts.pairs)
+    return JudgeStanding.ABOVE if low > 0.5 else JudgeStanding.BELOW if high < 0.5 else JudgeStanding.CHANCE
 
 
-def accuracy_in_words(verdicts: JudgeStatistics) -> str:
-    """Returns where the judge stands, with its accuracy over both orders and the interval."""
+def describe_accuracy(verdicts: JudgeStatistics) -> str:
+    """Describes the judge's standing, its accuracy over both orders, and the interval."""
     right = f"right in {100 * verdicts.pair_accuracy:.1f} % of {verdicts.pairs} pairs, both orders averaged"
     if verdicts.pairs >= ENOUGH:
-        low, high = wilson(verdicts.pair_accuracy, verdicts.pairs)
+        low, high = wilson_interval(verdicts.pair_accuracy, verdicts.pairs)
         right += f" (95 % interval {100 * low:.1f} to {100 * high:.1f})"
     return f"{judge_standing(verdicts).value}: {right}"
 
 
-def judge_lines(verdicts: JudgeStatistics) -> tuple[str, str]:
-    """Returns the judge's passport in two lines: whether it knows the better answer, and how steadily it says so."""
+def judge_summary_lines(verdicts: JudgeStatistics) -> tuple[str, str]:
+    """Summarises the judge in two lines: whether it knows the better answer, and how consistent it is."""
     return (
-        f"judge {accuracy_in_words(verdicts)}; {100 * verdicts.chosen_first:.1f} % where the chosen answer "
-        f"comes first, {100 * verdicts.chosen_second:.1f} % where it comes second",
+        f"judge {describe_accuracy(verdicts)}; {100 * verdicts.chosen_first:.1f} % if the chosen answer "
+        f"comes first, {100 * verdicts.chosen_second:.1f} % if it comes second",
         f"judge picks the first answer in {100 * verdicts.first_picked:.1f} % of its verdicts; the orders agree in "
         f"{100 * verdicts.consistency:.1f} %; {100 * verdicts.other_tokens:.1f} % are neither label",
     )
 
 
 def judge_warning(verdicts: JudgeStatistics) -> str | None:
-    """Returns what is wrong with a judge whose verdicts tell nothing of preference, in words; None for any other.
+    """Returns a warning about a judge whose verdicts carry no preference; None for other judges.
 
-    It does not know which answer is better where it is at chance (``judge_standing``). It does not answer where more
-    than half of its verdicts name no label. How often the orders agree is no criterion of its own: a judge drawn to one
-    place may be right in every pair in which it is not. Accuracy over fewer than 20 pairs is not judged.
+    A judge at chance (``judge_standing``) does not know which answer is better. A judge with more than half of its
+    verdicts on neither label does not answer. How often the orders agree is not a criterion: a judge with position bias
+    may be right in every pair in which it is not biased. Accuracy over fewer than 20 pairs is not judged.
     """
     unlabelled = f"{100 * verdicts.other_tokens:.0f} % of its verdicts name no label"
     silent = is_silent(verdicts)
     advice = "choose another judge or wording (judge=...)"
-    if judge_standing(verdicts) is Standing.CHANCE:
-        low, high = wilson(verdicts.pair_accuracy, verdicts.pairs)
+    if judge_standing(verdicts) is JudgeStanding.CHANCE:
+        low, high = wilson_interval(verdicts.pair_accuracy, verdicts.pairs)
         told = f"{100 * verdicts.pair_accuracy:.0f} % right of {verdicts.pairs} pairs"
         told += f", 95 % interval {100 * low:.0f} to {100 * high:.0f}" + (f"; {unlabelled}" if silent else "")
         what = f"the judge does not know which answer is better ({told})"
         return f"{what}: its weights say nothing about preference; {advice}"
     if silent:
-        return f"the judge does not answer as it is asked to: {unlabelled}; {advice}"
+        return f"the judge does not answer in the requested form: {unlabelled}; {advice}"
     return None
 
 
 def is_silent(verdicts: JudgeStatistics) -> bool:
-    """Returns whether more than half of the verdicts name no label; false where no verdict's token was read."""
+    """Tells whether more than half of the verdicts name neither label; False if no verdict token was read."""
     return verdicts.other_tokens > 0.5
 
 
-def wilson(share: float, count: int) -> tuple[float, float]:
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
     """Returns Wilson's 95 % interval of a share observed over ``count`` cases."""
     spread = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
     middle, scale = share + Z95**2 / (2 * count), 1 + Z95**2 / count
     return (middle - spread) / scale, (middle + spread) / scale
 
 
-def with_verdicts(captured: Sequence[PairWeights]) -> list[PairWeights]:
-    """Returns the pairs that the judge was shown and whose verdicts were read in every round."""
+def pairs_with_verdicts(captured: Sequence[PairWeights]) -> list[PairWeights]:
+    """Returns the pairs that were shown to the judge and have a verdict in every round."""
     return [pair for pair in captured if pair.rounds and all(item.verdict_logits is not None for item in pair.rounds)]
 
 
-def margin_of(item: JudgeRound) -> float:
-    """Returns log-odds in nats of the chosen response's label over the rejected one's. ValueError without a verdict."""
+def verdict_margin(item: JudgeRound) -> float:
+    """Returns the log-odds in nats of the chosen response's label over the other; ValueError without a verdict."""
     if item.verdict_logits is None:
-        raise ValueError("the verdict of this round was not read")
+        raise ValueError("this round has no verdict")
     difference = float(item.verdict_logits[0]) - float(item.verdict_logits[1])
     return difference if item.chosen_is_a else -difference
 
 
-def _won(margin: float) -> float:
+def _win_score(margin: float) -> float:
     return 0.5 if margin == 0 else float(margin > 0)
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean_or_nan(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
@@ -170,10 +171,10 @@ CUT = "judge's trace was cut"
 
 @dataclass(frozen=True)
 class TraceStatistics:
-    """Over ``traces`` traces: tokens in the mean and at most; how many were ``cut``, and why.
+    """Statistics over ``traces`` traces: mean and maximum number of tokens, and how many were ``cut``.
 
-    ``at_limit``: cut since they had all ``limit`` tokens; in the others the judge ended its turn. ``until``: the text
-    that they were closed with. ``first``: the pairs of the first of them, three at most.
+    ``at_limit``: traces cut because they reached ``limit`` tokens; in the other cut ones the judge ended its turn.
+    ``until``: the text that they were closed with. ``first``: the pairs of the first cut traces, at most three.
     """
 
     traces: int
@@ -185,29 +186,29 @@ class TraceStatistics:
     until: str
     first: tuple[str, ...] = ()
 
-    def numbers(self) -> dict[str, object]:
-        """Returns all of it as plain data."""
+    def to_dict(self) -> dict[str, object]:
+        """Returns the statistics as plain data."""
         return {**asdict(self), "mean": round(self.mean, 2), "first": list(self.first)}
 
-    def text(self) -> str:
-        """Returns the lengths, for the log."""
-        return f"judge: {self.traces} traces of {self.mean:.1f} tokens in the mean, {self.longest} at most"
+    def describe_lengths(self) -> str:
+        """Describes the lengths for the log."""
+        return f"judge: {self.traces} traces with {self.mean:.1f} tokens on average, {self.longest} at most"
 
-    def problem(self) -> str | None:
-        """Returns how many were cut, why and what was done, in words; None where none was."""
+    def describe_cut_traces(self) -> str | None:
+        """Describes how many traces were cut, why, and what was done; None if none was cut."""
         if not self.cut:
             return None
         ended = self.cut - self.at_limit
-        why = [f"{self.at_limit} had {self.limit} tokens (judge.trace.max_new_tokens)"] * (self.at_limit > 0)
+        why = [f"{self.at_limit} reached {self.limit} tokens (judge.trace.max_new_tokens)"] * (self.at_limit > 0)
         why += [f"in {ended} the judge ended its turn"] * (ended > 0)
         return (
             f"{CUT}: {self.cut} of {self.traces} ({self.cut / self.traces:.1%}; {', '.join(why)}; first: "
-            f"{', '.join(self.first)}); each was closed with {self.until!r}, and its verdict read after that"
+            f"{', '.join(self.first)}); each was closed with {self.until!r} before its verdict was read"
         )
 
 
 def trace_statistics(captured: Iterable[PairWeights], rules: TraceRules) -> TraceStatistics | None:
-    """Returns the statistics of all captured rounds with a trace written under ``rules``; None without any."""
+    """Computes the statistics of all captured rounds with a trace written under ``rules``; None without traces."""
     traced = [(pair.pair_id, item.trace) for pair in captured for item in pair.rounds if item.trace is not None]
     if not traced:
         return None
@@ -228,14 +229,14 @@ def trace_statistics(captured: Iterable[PairWeights], rules: TraceRules) -> Trac
 # ------------------------------------------------------------------------------------------------ the labels
 
 TOP = 3
-"""Tokens that are named at most; more of them tell no more of what the judge is about to write."""
+"""Maximum number of tokens to report; more of them would not tell more about the judge's reply."""
 
 
 @dataclass(frozen=True)
 class LabelMass:
-    """Mean probability of both labels together over the first ``prompts`` prompts, between 0 and 1.
+    """Mean total probability of both labels over the first ``prompts`` prompts, between 0 and 1.
 
-    ``written``: the texts that the judge would write, most likely tokens alone, with the number of prompts; the most
+    ``written``: the texts that the judge would write (most likely tokens only) with the number of prompts, most
     frequent first.
     """
 
@@ -243,54 +244,54 @@ class LabelMass:
     prompts: int
     written: tuple[tuple[str, int], ...]
 
-    def numbers(self) -> dict[str, object]:
-        """Returns all of it as plain data."""
+    def to_dict(self) -> dict[str, object]:
+        """Returns the measurement as plain data."""
         return {**asdict(self), "written": [list(one) for one in self.written]}
 
-    def text(self) -> str:
-        """Returns the share with what the judge would write, for the log."""
+    def describe_share(self) -> str:
+        """Describes the share and the tokens that the judge would write, for the log."""
         return (
             f"judge: {100 * self.share:.3g} % of the probability at the verdict position is on its two labels (mean of "
-            f"{self.prompts} prompts); it would write {in_words(self.written, self.prompts)}"
+            f"{self.prompts} prompts); most likely it writes {describe_texts(self.written, self.prompts)}"
         )
 
-    def problem(self, minimum: float) -> str | None:
-        """Returns what is wrong below ``minimum`` and which options help, in words; None from there on."""
+    def describe_shortfall(self, minimum: float) -> str | None:
+        """Describes a share below ``minimum`` and the options that help; None if it is not below."""
         if self.share >= minimum:
             return None
         return (
             f"the judge puts {100 * self.share:.3g} % of its probability on its labels, less than the "
-            f"{100 * minimum:.3g} % of judge.min_label_mass, and would write {in_words(self.written, self.prompts)}: "
-            "the attention that is read is not that of a verdict. What helps: thinking switched off "
-            "(judge.chat_template_kwargs), its reasoning written first (judge.trace), the beginning of its reply up to "
-            "the letter (judge.prefill), another wording (judge=..., judge.template_file), the letters that it does "
-            "write (judge.labels)"
+            f"{100 * minimum:.3g} % of judge.min_label_mass, and most likely writes "
+            f"{describe_texts(self.written, self.prompts)}: its attention at this position does not belong to a "
+            "verdict. Possible remedies: switch thinking off (judge.chat_template_kwargs), let it write its reasoning "
+            "first (judge.trace), give the beginning of its reply up to the letter (judge.prefill), change the wording "
+            "(judge=..., judge.template_file), or use the letters that it does write (judge.labels)"
         )
 
 
-def measure_labels(
+def measure_label_mass(
     judge: JudgeModel, prompts: Sequence[Sequence[int]], label_ids: tuple[int, int], decode: Callable[[int], str]
 ) -> LabelMass:
-    """Returns the mass on ``label_ids`` after ``prompts`` (at least one), read in the judge's full depth."""
-    return mass_of(judge.read(prompts, layers=(), verdict=True, label_ids=label_ids), decode)
+    """Measures the probability of ``label_ids`` after ``prompts`` (at least one), at the judge's full depth."""
+    return compute_label_mass(judge.read(prompts, layers=(), verdict=True, label_ids=label_ids), decode)
 
 
-def mass_of(readings: Sequence[JudgeReading], decode: Callable[[int], str]) -> LabelMass:
-    """Returns the same of readings that have verdicts. ValueError for one that has none."""
+def compute_label_mass(readings: Sequence[JudgeReading], decode: Callable[[int], str]) -> LabelMass:
+    """Computes the label mass from readings. ValueError if one has no verdict."""
     masses = [reading.label_mass for reading in readings]
     tokens = [reading.verdict_token for reading in readings]
     shares = [mass for mass in masses if mass is not None]
     if not readings or len(shares) < len(readings):
         raise ValueError("expected readings with verdicts")
-    return LabelMass(sum(shares) / len(shares), len(readings), count_texts(tokens, decode))
+    return LabelMass(sum(shares) / len(shares), len(readings), count_most_frequent(tokens, decode))
 
 
-def count_texts(tokens: Iterable[int | None], decode: Callable[[int], str]) -> tuple[tuple[str, int], ...]:
-    """Returns the most frequent of ``tokens`` as text with their counts; equally frequent ones as they first come."""
+def count_most_frequent(tokens: Iterable[int | None], decode: Callable[[int], str]) -> tuple[tuple[str, int], ...]:
+    """Counts the most frequent ``tokens`` as text; ties are in order of first appearance."""
     counts = Counter(token for token in tokens if token is not None)
     return tuple((decode(token), count) for token, count in counts.most_common(TOP))
 
 
-def in_words(texts: Sequence[tuple[str, int]], prompts: int) -> str:
-    """Returns what would be written in how many of the prompts."""
+def describe_texts(texts: Sequence[tuple[str, int]], prompts: int) -> str:
+    """Describes which texts would be written in how many of the prompts."""
     return ", ".join(f"{text!r} ({count} of {prompts})" for text, count in texts) or "unknown tokens"

@@ -14,7 +14,7 @@ from attnpo.config.fields import to_config
 from attnpo.data.prepare import EncodedSet, sample_as_splits, select_calibration_pairs
 from attnpo.judge.base import CAPTURE_VERSION
 from attnpo.judge.judge import RunJudge
-from attnpo.judge.layers import attending
+from attnpo.judge.layers import layers_with_attention
 from attnpo.lab.light import LayerRules
 from attnpo.run.combinations import CHOICE
 from attnpo.run.resolve import Readers
@@ -23,7 +23,15 @@ from attnpo.system.credentials import identify
 from attnpo.system.files import read_record, write_record
 from attnpo.system.processes import world_size
 from attnpo.weights.base import WeightSource, resolve_layer
-from attnpo.weights.faithfulness import EMPTIED, VERSION, Mode, Rankings, Removal, measure, rankings
+from attnpo.weights.faithfulness import (
+    EMPTIED,
+    VERSION,
+    Rankings,
+    RemovalMode,
+    RemovalSettings,
+    measure_token_removal,
+    rank_tokens,
+)
 
 log = logging.getLogger(__name__)
 
@@ -153,11 +161,11 @@ def _score(
         2 * len(sample) + len(sample) * len(ranked) * len(rules.shares) * (2 + rules.draws),
     )
     loaded = judge.load(readers.base.device)
-    removal = Removal(rules.shares, rules.draws, rules.seed, (Mode.REMOVE,))
+    removal = RemovalSettings(rules.shares, rules.draws, rules.seed, (RemovalMode.REMOVE,))
     sources = {str(layer): rows for layer, rows in ranked.items()}
     progress = partial(log.info, "weights.layer=auto: %d of %d judge prompts")
-    found = measure(sample, sources, loaded.model, loaded.prompts, removal, progress)
-    each = {layer: found.scores(str(layer)) for layer in ranked}
+    found = measure_token_removal(sample, sources, loaded.model, loaded.prompts, removal, progress)
+    each = {layer: found.mean_advantages(str(layer)) for layer in ranked}
     scores = {layer: round(float(values.mean()), 6) for layer, values in each.items()}
     best = best_layer(scores)
     return LayerChoice(
@@ -199,10 +207,10 @@ def layer_rankings(
     ``sample`` are pairs of ``encoded``; what the store lacks of them is judged, all layers at once.
     """
     depth = readers.make_judge().num_layers
-    every = sorted({resolve_layer(layer, depth) for layer in layers or attending(depth)})
+    every = sorted({resolve_layer(layer, depth) for layer in layers or layers_with_attention(depth)})
     weighed = readers.weigh(at_layers(source, 1, every), sample_as_splits(encoded, sample))
     return {
-        layer: rankings(at_layers(source, layer).resolve(depth), weighed.captured, weighed.layers) for layer in every
+        layer: rank_tokens(at_layers(source, layer).resolve(depth), weighed.captured, weighed.layers) for layer in every
     }
 
 

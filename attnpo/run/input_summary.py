@@ -28,9 +28,9 @@ from attnpo.data.sampler import count_steps
 from attnpo.data.weighing import SPLITS, WeighingResult
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
-from attnpo.judge.layers import HeadRow, Row
+from attnpo.judge.layers import HeadRow, StoredRow
 from attnpo.judge.settings import Assembly
-from attnpo.judge.verdicts import judge_lines, judge_warning
+from attnpo.judge.verdicts import judge_summary_lines, judge_warning
 from attnpo.run.combinations import CHOICE
 from attnpo.run.inputs import Inputs
 from attnpo.run.resolve import Readers
@@ -39,7 +39,7 @@ from attnpo.schema import SIDES, Json, UserError
 from attnpo.text.alignment import AlignMethod
 from attnpo.training.processes import planned_processes
 from attnpo.training.settings import CallbackSettings, TrainerSettings, total_steps
-from attnpo.weights.arrival import COLUMNS, Arrival
+from attnpo.weights.arrival import COLUMNS, WeightCoverage
 from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import WEIGHTS, load_captured
 from attnpo.weights.readers import VerbalizerStatistics
@@ -73,13 +73,13 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     out.update(_count_cut_prompts(weighed))
     if weighed.answers is not None:
         lost = sum(made.tally.count_starting_with(DROPPED_FOR_COVERAGE) for made in inputs.examples.values())
-        out["verbalizer"] = {**weighed.answers.numbers(), "dropped_pairs": lost}
+        out["verbalizer"] = {**weighed.answers.to_dict(), "dropped_pairs": lost}
     if inputs.layer_choice is not None:
         out[CHOICE] = inputs.layer_choice
     if weighed.label_mass is not None:
-        out["label_mass"] = weighed.label_mass.numbers()
+        out["label_mass"] = weighed.label_mass.to_dict()
     if weighed.traces is not None:
-        out["judge_traces"] = weighed.traces.numbers()
+        out["judge_traces"] = weighed.traces.to_dict()
     if weighed.verdicts is not None:
         out["judge"] = {name: round(value, 5) for name, value in vars(weighed.verdicts).items()}
         if (warning := judge_warning(weighed.verdicts)) is not None:
@@ -92,7 +92,7 @@ def describe_lost_weights_of_split(inputs: Inputs, split: str) -> str | None:
     weighed, made = inputs.weighed, inputs.examples[split]
     if not made.examples:
         return None
-    arrived = inputs.measured[split].arrival if inputs.measured else Arrival.of(made.examples)
+    arrived = inputs.measured[split].arrival if inputs.measured else WeightCoverage.mean_over(made.examples)
     reader, align = inputs.recipe.reader, inputs.recipe.align.method
     return describe_lost_weights(weighed.source, reader, align, weighed.layers, arrived, made.tally)
 
@@ -113,8 +113,8 @@ def describe_split(inputs: Inputs, split: str, statistics: dict[str, Any]) -> It
     if effective is None:
         yield f"{split}: coverage {statistics['coverage']:.4f}, weights are computed in each step"
     else:
-        arrived = Arrival(*(statistics[name] for name in ("coverage", *COLUMNS)))
-        yield f"{split}: {arrived.text()}, effective share of weights {effective:.3f}"
+        arrived = WeightCoverage(*(statistics[name] for name in ("coverage", *COLUMNS)))
+        yield f"{split}: {arrived.describe()}, effective share of weights {effective:.3f}"
 
 
 def describe_plan(pairs: int, plan: BatchPlan, settings: TrainerSettings, kept: CallbackSettings) -> str:
@@ -182,12 +182,12 @@ def log_weighing(weighed: WeighingResult) -> None:
     if (cut := cut_prompts.get("scorers", {})).get("cut"):
         log.warning("%(cut)d of %(pairs)d prompts with a scorer's instruction were cut (see lengths)", cut)
     if weighed.traces is not None:
-        log.info("%s", weighed.traces.text())
-        if (problem := weighed.traces.problem()) is not None:
+        log.info("%s", weighed.traces.describe_lengths())
+        if (problem := weighed.traces.describe_cut_traces()) is not None:
             log.warning("%s", problem)
     verdicts = weighed.verdicts
     if verdicts is not None and verdicts.pairs:
-        for line in judge_lines(verdicts):
+        for line in judge_summary_lines(verdicts):
             log.info("%s", line)
         if (warning := judge_warning(verdicts)) is not None:
             log.warning("warning: %s", warning)
@@ -276,8 +276,8 @@ def describe_lost_weights(
     source: WeightSource,
     reader: WeightReader | None,
     align: AlignMethod,
-    rows: Sequence[Row],
-    arrived: Arrival,
+    rows: Sequence[StoredRow],
+    arrived: WeightCoverage,
     tally: Tally,
 ) -> str | None:
     """Returns a warning if many weights of ``rows`` do not arrive on training tokens, else None.
@@ -298,12 +298,12 @@ def describe_lost_weights(
     cuts = f", as are those on the {cut} pieces that lengths.max_length cut from responses" if cut else ""
     what = f". These settings can help: {', '.join(helps)}" if helps else ""
     return (
-        f"weights of {describe_weight_origin(source, rows)}: {arrived.text()}: the weights of tokens that match no "
+        f"weights of {describe_weight_origin(source, rows)}: {arrived.describe()}: the weights of tokens that match no "
         f"training token are lost{cuts}{what}"
     )
 
 
-def describe_weight_origin(source: WeightSource, rows: Sequence[Row]) -> str:
+def describe_weight_origin(source: WeightSource, rows: Sequence[StoredRow]) -> str:
     """Names the weight source, with its layers if it has any."""
     layers = sorted({row.layer if isinstance(row, HeadRow) else row for row in rows} - {0})
     name = type(source).__name__
@@ -316,7 +316,7 @@ def log_coverage_by_layer(readers: Readers, weighed: WeighingResult, encoded: En
     sample = sample_as_splits(encoded, pairs)["train"]
     source, rows, captured = weighed.source, weighed.layers, weighed.captured
     reader = readers.make_reader(source)
-    stored = source.capture_layers(weighed.depth)
+    stored = source.layers_to_store(weighed.depth)
     sources = [source]
     if rows == (getattr(source, "layer", None),) and len(stored) > 1:
         sources = [replace(source, layer=layer) for layer in stored]  # type: ignore[type-var]
@@ -326,7 +326,9 @@ def log_coverage_by_layer(readers: Readers, weighed: WeighingResult, encoded: En
         made = prepare_examples(sample, one, captured, align, rows)
         if not made.examples:
             continue  # the data's counts already show why all were dropped
-        arrived, read = Arrival.of(made.examples), one.rows_read()
-        log.info("weights of %s: %s (%d pairs)", describe_weight_origin(one, read), arrived.text(), len(made.examples))
+        arrived, read = WeightCoverage.mean_over(made.examples), one.rows_to_read()
+        log.info(
+            "weights of %s: %s (%d pairs)", describe_weight_origin(one, read), arrived.describe(), len(made.examples)
+        )
         if (lost := describe_lost_weights(one, reader, align.method, read, arrived, made.tally)) is not None:
             log.warning("%s", lost)

@@ -26,7 +26,7 @@ from attnpo.system.machine import device_memory, inference_device
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.processes import planned_processes
 from attnpo.training.settings import TrainerSettings
-from attnpo.weights.base import WeightSource, online_reads
+from attnpo.weights.base import WeightSource, online_statistics
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class MemoryPlan:
 
 def make_memory_plan(cfg: RunConfig | MemoryConfig) -> MemoryPlan:
     """Returns the settings of a config that decide the memory of its training."""
-    reads = cfg.objective.requires | online_reads(cfg.weights)
+    reads = cfg.objective.requires | online_statistics(cfg.weights)
     reference = cfg.reference if "reference" in reads else None
     return MemoryPlan(cfg.model, cfg.batch, cfg.lengths.max_length, cfg.trainer, cfg.optimizer.moments, reference)
 
@@ -131,11 +131,11 @@ def log_training_memory(
 def log_judge_memory(judge: RunJudge, device: torch.device) -> None:
     """Logs the memory that the judge needs, and whether it fits the device."""
     capacity = device_memory(device)
-    budget = judge.budget(capacity)
+    budget = judge.choose_token_budget(capacity)
     if judge.settings.token_budget == AUTO:
         log_once([f"judge.token_budget={AUTO}: {budget:,} tokens per forward"])
     with tolerate_failed_estimate(judge.path):
-        log_once(judge.estimate(budget).lines(capacity))
+        log_once(judge.estimate_memory(budget).lines(capacity))
 
 
 @contextmanager

@@ -78,7 +78,9 @@ def _capture_without_store(
         return replace(loaded, verdict=False) if isinstance(loaded, LoadedJudge) else loaded
 
     with tempfile.TemporaryDirectory() as folder:
-        captured, _ = ensure_captured(pairs, source, source.rows_read(), Store(Path(folder)), {}, load_without_verdict)
+        captured, _ = ensure_captured(
+            pairs, source, source.rows_to_read(), Store(Path(folder)), {}, load_without_verdict
+        )
         return dict(captured)
 
 

@@ -324,7 +324,7 @@ def check_readers(readers: Readers, source: WeightSource) -> str:
         log_once([f"judge: {len(depth.attending)} of {int(depth)} layers of {judge.path} have attention: {layers}"])
     if not needs_layer_search(source):
         source.resolve(depth)
-    return f"; {judge.describe_frame()}"
+    return f"; {judge.describe_chat_template()}"
 
 
 def log_model(spec: ModelSpec) -> None:

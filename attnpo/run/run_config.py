@@ -30,8 +30,8 @@ from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_seed
 from attnpo.system.locks import TIMEOUT
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
-from attnpo.weights.base import WeightSource, online_reads
-from attnpo.weights.pipeline import check_apart, check_transforms
+from attnpo.weights.base import WeightSource, online_statistics
+from attnpo.weights.pipeline import check_trace_weighting, check_transforms
 from attnpo.weights.transforms import WeightTransform
 from attnpo.weights.verbalizer_settings import Verbalizer
 
@@ -137,7 +137,7 @@ class RunConfig(RootConfig):
         require_unsharded_policy(self.trainer, self.objective)
         check_transforms(self.weights, list(self.transforms.values()))
         if isinstance(self.data, PairSource) and self.data.has_separate_traces:
-            check_apart(self.weights)
+            check_trace_weighting(self.weights)
         if self.model.reward:
             require_reward_model_fits(self.objective, self.weights, self.trainer)
             self._require_no_sampled_answers()
@@ -188,7 +188,7 @@ class RunConfig(RootConfig):
 
     def _unread_objective(self) -> dict[str, str]:
         name, found = type(self.objective).__name__, {}
-        if "reference" not in self.objective.requires | online_reads(self.weights):
+        if "reference" not in self.objective.requires | online_statistics(self.weights):
             found["reference"] = f"objective {name} needs no reference"
         anchored, on = getattr(self.objective, "anchor", 0), getattr(self.objective, "anchor_on", None)
         if anchored and on is AnchorOn.LOW and getattr(self.weights, "neutral", False) and not self.transforms:

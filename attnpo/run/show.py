@@ -27,7 +27,7 @@ from attnpo.display.heatmap import heatmap_html
 from attnpo.display.pair_record import WeighedResponse
 from attnpo.display.token_table import print_pairs
 from attnpo.display.weighed_pair import WeighedPair, pair_with_weights
-from attnpo.judge.layers import attending, distinct_layers
+from attnpo.judge.layers import distinct_layers, layers_with_attention
 from attnpo.judge.settings import WARN
 from attnpo.models.layouts import padded_layout
 from attnpo.models.loading import load_model, load_tokenizer
@@ -53,8 +53,8 @@ from attnpo.schema import (
 )
 from attnpo.system.files import check_is_marked_file, write_marked_file
 from attnpo.weights.base import OnlineSource, WeightSource
-from attnpo.weights.capture import LogpPair, Unreadable
-from attnpo.weights.pipeline import raw_weights, training_weights
+from attnpo.weights.capture import LogpPair, UnreadablePair
+from attnpo.weights.pipeline import align_raw_weights, training_weights
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.transforms import WeightTransform
 
@@ -187,7 +187,7 @@ def load_weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
     viewed: list[tuple[PreferencePair, ViewKey, TrainingExample, PairWeights | None]] = []
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         raw = weighed.captured.get(pair.pair_id)
-        if isinstance(raw, Unreadable):
+        if isinstance(raw, UnreadablePair):
             log.warning("pair %s cannot be shown: %s", pair.pair_id, raw.story)
             continue
         for view, at_layer in asked:
@@ -207,7 +207,7 @@ def load_weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
         after = ["the judge's trace"] * (judge.settings.trace is not None)
         after += [] if judge.settings.prefill is None else [repr(judge.settings.prefill)]
         note += f" after {' and '.join(after)}" if after else ""
-        traces = {pair.pair_id: judge.stored_traces(pair) for pair, *_ in viewed}
+        traces = {pair.pair_id: judge.load_traces(pair) for pair, *_ in viewed}
     decode, found = make_decoder(base.tokenizer), []
     for pair, view, example, rounds in viewed:
         known = scores.get(pair.pair_id)
@@ -240,7 +240,7 @@ def _requested_views(
         if not isinstance(source, Attention):
             raise UserError(f"layers={list(layers)}: {name} does not read a single layer: leave out layers=")
         every = list(layers) == [ALL]
-        numbers = attending(weighed.depth) if every else distinct_layers(layers, weighed.depth, "layers")
+        numbers = layers_with_attention(weighed.depth) if every else distinct_layers(layers, weighed.depth, "layers")
         sources = [(number, replace(source, layer=number, layers=())) for number in numbers]
     return [(ViewKey(number, one, stage), at) for (number, at), one, stage in product(sources, names, chosen)]
 
@@ -270,7 +270,7 @@ def _make_example(
     made = [transforms[name] for name in first]
     weights = training_weights(source, raw, encoded, align.method, made, layers=weighed.layers, pair=pair)
     if view.stage == CAPTURED and raw is not None:
-        bare = raw_weights(source, raw, encoded, align.method, layers=weighed.layers)
+        bare = align_raw_weights(source, raw, encoded, align.method, layers=weighed.layers)
         weights = replace(weights, chosen=bare["chosen"], rejected=bare["rejected"])
     return make_example(pair.pair_id, encoded, weights)
 

@@ -57,7 +57,7 @@ from attnpo.training.resume_state import ExactResume, get_random_state, set_rand
 from attnpo.training.settings import total_steps
 from attnpo.training.signals import SignalHandler
 from attnpo.training.trainer import make_callbacks, make_trainer, quiet_lightning
-from attnpo.weights.base import OnlineSource, online_reads
+from attnpo.weights.base import OnlineSource, online_statistics
 from attnpo.weights.capture import store_logps
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def train(
     policy = load_policy(base)
     examples = {split: made.examples for split, made in inputs.examples.items()}
     reference, kept = None, None
-    reads = objective.requires | online_reads(source)
+    reads = objective.requires | online_statistics(source)
     if "reference" in reads:
         table = reference_table(base, cfg.lengths)
         if cfg.reference == "first_epoch":

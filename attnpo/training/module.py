@@ -41,7 +41,7 @@ from attnpo.training.optimizer import Optimizer, norm_and_bias_parameters
 from attnpo.training.pair_values import pair_values, tokens_per_pair
 from attnpo.training.resume_state import Checkpoint
 from attnpo.weights.base import OnlineSource
-from attnpo.weights.pipeline import transformed_batch
+from attnpo.weights.pipeline import transform_batch
 from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
@@ -412,7 +412,7 @@ def weigh_online(
         given = source.weights(detach_stats(policy), None if reference is None else detach_stats(reference), batch)
     weights, pair = given if isinstance(given, tuple) else (given, None)
     if transforms:
-        weights = transformed_batch(transforms, weights, batch)
+        weights = transform_batch(transforms, weights, batch)
     if pair is not None:
         pair = pair.to(batch.pair_weight.dtype)
         told = {"weights/pair": pair, "weights/void": (pair == 0).to(pair.dtype)}

@@ -1,1 +1,1 @@
-"""Token weights: sources, post-processing, the store of raw rows, and the way onto training tokens."""
+"""Token weights: sources, post-processing, the store of raw rows, and alignment with the training tokens."""

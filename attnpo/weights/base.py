@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.judge.layers import Row
+from attnpo.judge.layers import StoredRow
 from attnpo.judge.layers import resolve_layer as resolve_layer
 from attnpo.schema import (
     SIDES,
@@ -24,17 +24,17 @@ from attnpo.schema import (
 from attnpo.weights.postprocess import Postprocess
 
 PairedWeights = tuple[Float[Tensor, "rows R"], Float[Tensor, " pairs"]]
-"""Weights of a batch's rows, and a weight for each of its pairs, by which the pair's loss is multiplied."""
+"""Weights of a batch's rows, and a factor for the loss of each of its pairs."""
 
 SomeSource = TypeVar("SomeSource", bound="WeightSource")
 
 
 @dataclass(frozen=True)
 class ScorerModel:
-    """Causal LM that scores training tokens; ``path`` None is the run's own model as training starts from it.
+    """Causal LM that scores training tokens; ``path`` None is the run's own model before training.
 
     ``instruction`` is added to the last user turn, after a blank line, when this scorer reads a pair. The chat format
-    is the run's in any case.
+    is always the run's.
     """
 
     path: str | None = None
@@ -44,27 +44,27 @@ class ScorerModel:
 
     def __post_init__(self) -> None:
         if self.instruction is not None and not self.instruction.strip():
-            raise UserError("a scorer's instruction must have words; null is a scorer without one")
+            raise UserError("a scorer's instruction must not be blank; use null for a scorer without an instruction")
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect: the run's own model has its own revision."""
+        """Lists keys without effect: the run's own model has its own revision."""
         return {"revision": "the scorer is the model itself (path=null)"} if self.path is None else {}
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns what it is asked; its weights are the run's to identify."""
+        """Returns the instruction, if there is one. The run adds the fingerprint of the model's weights."""
         return {} if self.instruction is None else {"instruction": self.instruction}
 
 
 class WeightSource(ABC):
-    """Where token weights come from. A source of one's own is a frozen dataclass of one of the classes below.
+    """Base class of all sources of token weights. A custom source is a frozen dataclass derived from a subclass below.
 
-    ``kind``: whether a row is a distribution over the response or a factor used as it is. ``signed``: whether negative
-    weights are legal. ``tokens``: "source", rows live on the source's own tokens and are aligned; "train", they are on
-    the training ids. ``requires``: what is read to make them, of "judge", "generator", "scorers" and "reward"; empty,
-    nothing is. ``columns``: columns of the data that are read, which ``PreferencePair.extra`` holds. ``postprocess``:
-    how rounds become one distribution; None takes their mean as it is. ``partial``: it may be silent about tokens, a
-    raw 0 says nothing about the token, and a pair with less than ``min_coverage`` of a response's tokens is dropped
-    unless the run says otherwise.
+    ``kind``: whether a row is a distribution over the response or a factor that is used as it is. ``signed``: whether
+    weights may be negative. ``tokens``: "source" for rows on the source's own tokens, which are then aligned; "train"
+    for rows on the training ids. ``requires``: what has to be loaded, out of "judge", "generator", "scorers" and
+    "reward"; empty if nothing has to be. ``columns``: data columns that the source reads from ``PreferencePair.extra``.
+    ``postprocess``: how rounds become one distribution; None takes their plain mean. ``partial``: the source may leave
+    tokens without a weight. A raw 0 then means "no weight", and a pair is dropped if a response has weights for less
+    than ``min_coverage`` of its tokens, unless the run overrides that.
     """
 
     kind: ClassVar[Kind] = Kind.DISTRIBUTION
@@ -77,56 +77,58 @@ class WeightSource(ABC):
     min_coverage: float
 
     def resolve(self: SomeSource, num_layers: int) -> SomeSource:
-        """Returns the source with each layer's name as a number from 1; UserError when outside the range."""
+        """Returns the source with layer names replaced by 1-based numbers; UserError if a layer is out of range."""
         return self
 
-    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the layers to store, from 1 and rising; (0,) is one row of no layer, () stores nothing."""
+    def layers_to_store(self, num_layers: int) -> tuple[int, ...]:
+        """Returns the layers to store, 1-based and ascending; (0,) is one row without a layer, () stores nothing."""
         return ()
 
-    def rows_to_store(self, num_layers: int, num_heads: Callable[[], int]) -> tuple[Row, ...]:
-        """Returns the rows to store; ``num_heads`` is asked only when heads are chosen."""
-        return self.capture_layers(num_layers)
+    def rows_to_store(self, num_layers: int, num_heads: Callable[[], int]) -> tuple[StoredRow, ...]:
+        """Returns the rows to store; ``num_heads`` is called only if the source selects heads."""
+        return self.layers_to_store(num_layers)
 
-    def rows_read(self) -> tuple[Row, ...]:
-        """Returns the stored rows that ``select`` reads, of a resolved source; empty without layers."""
+    def rows_to_read(self) -> tuple[StoredRow, ...]:
+        """Returns the stored rows that ``select`` reads; the source must be resolved. Empty without layers."""
         return ()
 
     def capture_fingerprint(self) -> Mapping[str, object]:
-        """Returns every setting that changes a stored number; never the layer, the heads or the post-processing."""
+        """Returns every setting that changes a stored number. Layer, heads and post-processing are not among them."""
         return {"source": type(self).__name__.lower()}
 
     @abstractmethod
-    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Returns raw weights of ``pairs`` in their order, a row for each of ``layers``, read by the loaded model."""
+    def capture(
+        self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[StoredRow, ...]
+    ) -> list[PairWeights]:
+        """Returns the raw weights of ``pairs`` in order, read with the loaded model; one row for each of ``layers``."""
 
-    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
-        """Returns ``captured`` (rows of ``layers``) with the one row left that this source is about."""
+    def select(self, captured: PairWeights, layers: tuple[StoredRow, ...]) -> PairWeights:
+        """Returns ``captured`` (rows of ``layers``) reduced to the one row that this source uses."""
         return captured
 
 
 class CapturedSource(WeightSource):
-    """Source that a model is read for: captured once, stored raw, selected on every use.
+    """Source that reads a model: captured once, stored raw, and selected from on every use.
 
-    Without layers, as here, it has one row, under the number 0 of what belongs to no single layer.
+    By default there is one row without a layer, stored under the number 0.
     """
 
     tokens: ClassVar[str] = "source"
 
-    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the layers to store, from 1 and rising; (0,) is one row of no layer."""
+    def layers_to_store(self, num_layers: int) -> tuple[int, ...]:
+        """Returns the layers to store, 1-based and ascending; (0,) is one row without a layer."""
         return (0,)
 
-    def rows_read(self) -> tuple[Row, ...]:
-        """Returns the stored rows that ``select`` reads, of a resolved source."""
+    def rows_to_read(self) -> tuple[StoredRow, ...]:
+        """Returns the stored rows that ``select`` reads; the source must be resolved."""
         return (0,)
 
 
 class ScoredSource(CapturedSource):
-    """Source that reads what other models make of the training tokens (``requires`` "scorers").
+    """Source that compares the scores of other models on the training tokens (``requires`` "scorers").
 
-    ``name``: its option in the config. ``compares_whole``: whether whole distributions of two models are compared:
-    vocabularies must be of one size then.
+    ``name``: its option in the config. ``compares_whole``: whether it compares full next-token distributions, which
+    requires vocabularies of the same size.
     """
 
     name: ClassVar[str]
@@ -139,14 +141,14 @@ class ScoredSource(CapturedSource):
     @property
     @abstractmethod
     def scorers(self) -> Mapping[str, ScorerModel]:
-        """Returns the models by the config key that describes each, the first before the one it is compared with."""
+        """Returns the models by config key; the first one is compared with the second."""
 
 
 class TextSource(WeightSource):
-    """Source whose weights each run makes anew: on the training tokens, without a model, stored by no one.
+    """Source that every run computes itself, on the training tokens, without a model and without the store.
 
-    ``name`` is the option of the config. ``neutral``: whether its weights say no more than an objective without weights
-    does (equal weights).
+    ``name`` is its option in the config. ``neutral``: whether its weights are equal, so that an objective without token
+    weights loses nothing.
     """
 
     name: ClassVar[str] = "of one's own"
@@ -154,20 +156,22 @@ class TextSource(WeightSource):
     postprocess = None
 
     def capture_fingerprint(self) -> Mapping[str, object]:
-        """Returns the name of the source; nothing is stored under it."""
+        """Returns the name of the source; its weights are not stored."""
         return {"source": self.name}
 
-    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Raises UserError: these weights are not stored."""
+    def capture(
+        self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[StoredRow, ...]
+    ) -> list[PairWeights]:
+        """Raises UserError: these weights are never stored."""
         name = type(self).__name__
-        raise UserError(f"weights of {name} are made anew by each run, nothing is captured; run attnpo.fit directly")
+        raise UserError(f"every run computes the weights of {name} itself, so none are stored; run attnpo.fit directly")
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
-        """Returns a weight for every training token of ``pair``'s response ``side``.
+        """Returns a weight for every training token of ``pair``'s response on ``side``.
 
-        A source whose weights of a response depend on the other one has ``weigh_pair`` instead.
+        A source whose weights of one response depend on the other one overrides ``weigh_pair`` instead.
         """
-        raise UserError(f"{type(self).__name__} has neither weigh nor weigh_pair: give it one of them")
+        raise UserError(f"{type(self).__name__} has neither weigh nor weigh_pair: implement one of them")
 
     def weigh_pair(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse]
@@ -176,7 +180,7 @@ class TextSource(WeightSource):
         return {side: self.weigh(pair, side, encoded[side]) for side in SIDES}
 
     def pair_weight(self, pair: PreferencePair) -> float:
-        """Returns what multiplies the pair's loss, finite and 0 or more; UserError naming the pair otherwise."""
+        """Returns the factor of the pair's loss, finite and at least 0; UserError naming the pair otherwise."""
         return 1.0
 
 
@@ -184,9 +188,9 @@ Uncaptured = TextSource  # the name of before 0.2.0
 
 
 class OnlineSource(TextSource):
-    """Source that weighs each batch from what the training step computes; equal weights until then.
+    """Source that computes each batch's weights from statistics of the training step; equal weights before that.
 
-    ``statistics``: what it reads of ``TokenStats`` beside the log-probabilities, named as in an objective's
+    ``statistics``: what it reads of ``TokenStats`` besides the log-probabilities, named as in an objective's
     ``requires``.
     """
 
@@ -200,10 +204,10 @@ class OnlineSource(TextSource):
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"] | PairedWeights:
-        """Returns the weights of the batch's main rows, from detached statistics; 0 off the response.
+        """Returns the weights of the batch's main rows, from detached statistics; 0 outside the response.
 
-        A source may give a weight for each pair as well (finite, 0 or more; 0 takes the pair out of the step's loss,
-        whose normaliser stays its number of pairs).
+        A source may also return a weight for each pair (finite, at least 0). A weight of 0 removes the pair from the
+        step's loss; the loss is still divided by the number of all pairs.
         """
 
 
@@ -213,23 +217,21 @@ def equal_weights(encoded: EncodedResponse) -> Float[Tensor, " m"]:
     return torch.full((count,), 1.0 / max(1, count))
 
 
-def online_reads(source: WeightSource) -> frozenset[str]:
-    """Returns what a run computes for ``source`` in every step, named as in an objective's ``requires``.
+def online_statistics(source: WeightSource) -> frozenset[str]:
+    """Returns the statistics that a run computes for ``source`` in every step, named as in an objective's ``requires``.
 
-    Empty if not online.
-
-    "reference" among it: the log-probabilities of the frozen reference.
+    Empty if the source is not online. "reference" stands for the log-probabilities of the frozen reference.
     """
     return source.statistics if isinstance(source, OnlineSource) else frozenset()
 
 
 def is_neutral(source: WeightSource) -> bool:
-    """Returns whether an objective that reads no weights loses nothing with ``source``, which costs nothing."""
+    """Tells whether ``source`` costs nothing and has equal token weights, so that any objective may ignore it."""
     return not source.requires and not (isinstance(source, TextSource) and not source.neutral)
 
 
-def least_coverage(source: WeightSource, asked: float | None = None) -> float:
-    """Returns the coverage a pair must have: as asked, else the source's own; 0 if that weighs every token."""
+def required_coverage(source: WeightSource, asked: float | None = None) -> float:
+    """Returns the coverage that a pair must reach: ``asked``, else the source's own; 0 if it weighs every token."""
     if asked is not None:
         return asked
     return source.min_coverage if source.partial else 0.0

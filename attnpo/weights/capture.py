@@ -1,8 +1,8 @@
-"""Captured weights and reference log-probabilities in the store: keys, columns, and filling what is missing.
+"""Captured weights and reference log-probabilities in the store: keys, columns, and computing what is missing.
 
-Every setting that changes a stored number is in the key; layer, heads, sink and normalisation order are not, so
-one judge pass serves every study over them. Only whether heads are chosen at all is: single heads have a table of their
-own, because there are many of them.
+Every setting that changes a stored number is part of the key. Layer, heads, sink and order of normalisation are not, so
+one judge pass serves every study over them. Only the choice between head means and single heads is: single heads have a
+table of their own, because there are so many.
 """
 
 import time
@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.judge.base import CAPTURE_VERSION
-from attnpo.judge.layers import Row, layer_column
+from attnpo.judge.layers import StoredRow, layer_column
 from attnpo.schema import (
     SIDES,
     JudgeRound,
@@ -39,11 +39,11 @@ WEIGHTS = "weights"
 REFERENCE = "reference"
 REFUSED = "refused"
 REFERENCE_VERSION = "1"
-AT_ONCE = 4096  # pairs that are read from the store together: all of a small set
+AT_ONCE = 4096  # pairs read from the store at once: all of a small set
 CHUNK_ROWS = 32768
-"""Pairs x rows at once: with a thousand heads a chunk of pairs would fill the memory with rows."""
+"""Maximum of pairs x rows in a chunk: with a thousand heads a chunk of pairs could fill the memory with rows."""
 UNPACKED = 256
-"""Pairs whose columns are made tensors at once."""
+"""Pairs whose columns are converted to tensors at once."""
 
 
 # --------------------------------------------------------------------------------------------- keys
@@ -52,10 +52,11 @@ UNPACKED = 256
 def weights_key(
     source: WeightSource, judge: Mapping[str, object] | None, prompts: Mapping[str, object] | None
 ) -> dict[str, object]:
-    """Returns the key of captured weights, from the fingerprints of ``judge`` and ``prompts``.
+    """Returns the store key of captured weights, from the fingerprints of ``judge`` and ``prompts``.
 
-    The judge's names its weights, dtype and attention kernel family, so that it need not be loaded; the prompts' its
-    tokenizer, chat template, judge template, assembly and length rules. The text of a pair is in its ``pair_id``.
+    The judge's fingerprint covers its weights, dtype and attention kernel family, so the model need not be loaded. The
+    fingerprint of the prompts covers tokenizer, chat template, judge template, assembly and length rules. A pair's text
+    is in its ``pair_id``.
     """
     return {"source": source.capture_fingerprint(), "judge": judge, "prompts": prompts, "code": CAPTURE_VERSION}
 
@@ -68,9 +69,9 @@ def reference_key(
     *,
     keep: str = "start",
 ) -> dict[str, object]:
-    """Returns the key of reference log-probabilities: model (weights, dtype, kernel family), training ids, truncation.
+    """Returns the store key of reference log-probabilities, from model, chat format, and truncation.
 
-    ``model`` and ``chat`` are fingerprints; ``keep`` is the end truncation keeps.
+    ``model`` (weights, dtype, kernel family) and ``chat`` are fingerprints; ``keep`` is the end that truncation keeps.
     """
     return {
         "model": model,
@@ -78,7 +79,7 @@ def reference_key(
         "max_prompt_length": max_prompt_length,
         "max_length": max_length,
         "code": REFERENCE_VERSION,
-        **({} if keep == "start" else {"keep": keep}),  # tables from before there was a choice stay those of "start"
+        **({} if keep == "start" else {"keep": keep}),  # older tables without the key are those of "start"
     }
 
 
@@ -86,38 +87,38 @@ def reference_key(
 
 
 @dataclass(frozen=True)
-class Unreadable(PairWeights):
-    """Pair that the judge cannot be shown: no rounds, but why.
+class UnreadablePair(PairWeights):
+    """Pair that cannot be shown to the judge: no rounds, only the reason.
 
-    ``reason`` is in words that fit every such pair, ``story`` is about this one.
+    ``reason`` is worded for all such pairs, ``story`` is about this pair.
     """
 
     reason: str
     story: str
 
 
-def show_pairs(
+def prepare_pairs(
     pairs: Sequence[PreferencePair], show: Callable[[PreferencePair], _Shown]
-) -> tuple[dict[str, _Shown], dict[str, Unreadable]]:
-    """Returns by id what ``show`` makes of each pair, and the pairs for which it raises RefusedText, with why."""
+) -> tuple[dict[str, _Shown], dict[str, UnreadablePair]]:
+    """Calls ``show`` on each pair and returns the results and the refused pairs (RefusedText), both by id."""
     shown: dict[str, _Shown] = {}
-    refused: dict[str, Unreadable] = {}
+    refused: dict[str, UnreadablePair] = {}
     for pair in pairs:
         try:
             shown[pair.pair_id] = show(pair)
         except RefusedText as problem:
-            refused[pair.pair_id] = Unreadable(pair.pair_id, (), problem.reason, str(problem))
+            refused[pair.pair_id] = UnreadablePair(pair.pair_id, (), problem.reason, str(problem))
     return shown, refused
 
 
 def store_captured(
-    table: StoreTable, captured: Sequence[PairWeights], layers: Sequence[Row], seconds: float | None = None
+    table: StoreTable, captured: Sequence[PairWeights], layers: Sequence[StoredRow], seconds: float | None = None
 ) -> None:
-    """Appends the rows of ``layers`` (the order of the weight rows), the tokens they stand on, and the verdicts.
+    """Appends the rows of ``layers`` (in the order of the weight rows), their tokens, and the verdicts.
 
-    A column runs over the rounds, in each the chosen then the rejected response. Rows are float32 or narrower. A pair
-    without rounds, which the source could not read, is stored as that; the reason has a column of its own. ``seconds``:
-    what capturing them took.
+    A column concatenates the rounds, each with the chosen and then the rejected response. Rows are float32 or narrower.
+    A pair without rounds, which the source could not read, is stored with its reason in a column of its own.
+    ``seconds``: how long capturing took.
     """
     rows = {}
     for pair in captured:
@@ -130,28 +131,28 @@ def store_captured(
         for name, packed in ((VERDICTS, pack_verdicts(pair)), (TRACES, pack_traces(pair))):
             if packed is not None:
                 row[name] = packed
-        if isinstance(pair, Unreadable):
+        if isinstance(pair, UnreadablePair):
             row[REFUSED] = {"reason": pair.reason, "story": pair.story}
         rows[pair.pair_id] = row
     table.append(rows, seconds)
 
 
-def load_captured(table: StoreTable, pair_ids: Sequence[str], layers: Sequence[Row]) -> dict[str, PairWeights]:
-    """Returns the stored pairs with rows of ``layers`` in that order, and verdicts where they were read.
+def load_captured(table: StoreTable, pair_ids: Sequence[str], layers: Sequence[StoredRow]) -> dict[str, PairWeights]:
+    """Returns the stored pairs with the rows of ``layers`` in that order, and with their verdicts if they were read.
 
-    What a judge could not be shown is ``Unreadable``. UserError when a pair or a layer is missing.
+    Pairs that could not be shown to the judge are ``UnreadablePair``. UserError if a pair or a layer is missing.
     """
     stored = table.read(pair_ids, [TOKENS, *(layer_column(layer) for layer in layers)], TOLD)
     captured: dict[str, PairWeights] = {}
     while stored:
-        captured |= unpack({pair_id: stored.pop(pair_id) for pair_id in list(islice(stored, UNPACKED))}, layers)
+        captured |= unpack_pairs({pair_id: stored.pop(pair_id) for pair_id in list(islice(stored, UNPACKED))}, layers)
     return captured | unreadable_pairs(table, pair_ids)
 
 
 class CapturedRows(Mapping[str, PairWeights]):
-    """Captured weights of pairs, read from the store's table some pairs at a time, in their order."""
+    """Captured weights of pairs, read from the store's table in blocks, in the order of the pairs."""
 
-    def __init__(self, table: StoreTable, pair_ids: Sequence[str], layers: Sequence[Row]) -> None:
+    def __init__(self, table: StoreTable, pair_ids: Sequence[str], layers: Sequence[StoredRow]) -> None:
         self._table, self._ids, self._layers = table, pair_ids, layers
         self._places = {pair_id: place for place, pair_id in enumerate(pair_ids)}
         self._some: dict[str, PairWeights] = {}
@@ -162,8 +163,8 @@ class CapturedRows(Mapping[str, PairWeights]):
             self._some = load_captured(self._table, self._ids[begin : begin + AT_ONCE], self._layers)
         return self._some[pair_id]
 
-    def without_tokens(self) -> Iterator[PairWeights]:
-        """Yields what is known of the rounds of every pair, on no tokens."""
+    def iterate_rounds(self) -> Iterator[PairWeights]:
+        """Yields every pair with its rounds (verdicts, traces) but without tokens and weights."""
         for begin in range(0, len(self._ids), AT_ONCE):
             yield from unpack_rounds(self._table.read(self._ids[begin : begin + AT_ONCE], ROUNDS, TOLD))
 
@@ -177,33 +178,33 @@ class CapturedRows(Mapping[str, PairWeights]):
         return len(self._ids)
 
 
-def unreadable_pairs(table: StoreTable, pair_ids: Sequence[str]) -> dict[str, Unreadable]:
-    """Returns those of ``pair_ids`` stored as pairs that the judge cannot be shown, in their order, with the reason.
+def unreadable_pairs(table: StoreTable, pair_ids: Sequence[str]) -> dict[str, UnreadablePair]:
+    """Returns the stored pairs among ``pair_ids`` that the judge cannot be shown, in order, with the reason.
 
-    Pairs that are not stored (yet) are no error.
+    Pairs that are not stored (yet) are ignored.
     """
     refused = [pair_id for pair_id, columns in table.columns_present(pair_ids).items() if REFUSED in columns]
     unreadable = {}
     for pair_id, row in table.read(refused, [REFUSED]).items():
         why = expect_mapping(row[REFUSED])
-        unreadable[pair_id] = Unreadable(pair_id, (), str(why["reason"]), str(why["story"]))
+        unreadable[pair_id] = UnreadablePair(pair_id, (), str(why["reason"]), str(why["story"]))
     return unreadable
 
 
 def estimate_bytes(tokens: int, rows: int) -> int:
-    """Returns the upper bound of the disk space of rows on ``tokens`` source tokens (summed over rounds and sides).
+    """Returns an upper bound of the disk space of rows on ``tokens`` source tokens (summed over rounds and sides).
 
-    4 bytes per row (a layer, or one head of a layer) and 12 for a token's id and character range; compression comes
-    on top.
+    4 bytes per row (a layer, or one head of a layer) and 12 for a token's id and character range, before compression.
     """
     return tokens * (4 * rows + 12)
 
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """Report of ``ensure_captured``: pairs found, pairs computed, seconds, and why nothing was found if so.
+    """Report of ``ensure_captured``: pairs found, pairs computed, seconds, and why nothing was found.
 
-    ``difference`` names the first key part that differs from the most similar stored table; None on a full hit.
+    ``difference`` names the first key part that differs from the most similar stored table; None if some pairs were
+    found.
     """
 
     hits: int
@@ -215,23 +216,23 @@ class CaptureReport:
 def ensure_captured(
     pairs: Sequence[PreferencePair],
     source: WeightSource,
-    layers: tuple[Row, ...],
+    layers: tuple[StoredRow, ...],
     store: Store,
     key: Mapping[str, object],
     load: Callable[[], object],
     chunk_pairs: int = 256,
     *,
-    load_layers: tuple[Row, ...] | None = None,
+    load_layers: tuple[StoredRow, ...] | None = None,
     verdicts: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Mapping[str, PairWeights], CaptureReport]:
-    """Returns captured weights by pair id, computing what the store lacks.
+    """Returns captured weights by pair id, computing those that are not in the store.
 
-    Missing pairs are captured ``chunk_pairs`` at a time (fewer when they have very many rows) and stored chunk by
-    chunk, so an interrupted run goes on where it stopped. Pairs that the judge cannot be shown are stored as
-    ``Unreadable``, also when there are no others. ``load`` gives the model that is read, and is called only
-    when something is missing. ``load_layers`` are the rows to return, all of ``layers`` by default. ``verdicts``: pairs
-    stored without verdicts count as missing. ``progress`` is called with (pairs done, pairs in all) after each chunk.
+    Missing pairs are captured ``chunk_pairs`` at a time (fewer if they have very many rows) and stored chunk by chunk,
+    so an interrupted run continues where it stopped. Pairs that the judge cannot be shown are stored as
+    ``UnreadablePair``. ``load`` returns the loaded model and is called only if something is missing. ``load_layers``
+    are the rows to return, by default all of ``layers``. ``verdicts``: pairs stored without verdicts count as missing.
+    ``progress`` is called with (pairs done, total pairs) after each chunk.
     """
     begin = time.perf_counter()
     table = store.table(WEIGHTS, key)
@@ -242,18 +243,18 @@ def ensure_captured(
     if lacking:
         difference = table.nearest_difference() if len(lacking) == len(unique) else None
         missing = {pair_id: unique[pair_id] for pair_id in lacking}
-        _fill(table, pairs, missing, source, layers, load(), chunk_pairs, progress)
+        _capture_missing(table, pairs, missing, source, layers, load(), chunk_pairs, progress)
     captured = CapturedRows(table, list(unique), layers if load_layers is None else load_layers)
     report = CaptureReport(len(unique) - len(lacking), len(lacking), time.perf_counter() - begin, difference)
     return captured, report
 
 
-def _fill(
+def _capture_missing(
     table: StoreTable,
     pairs: Sequence[PreferencePair],
     places: Mapping[str, int],
     source: WeightSource,
-    layers: tuple[Row, ...],
+    layers: tuple[StoredRow, ...],
     reader: object,
     chunk_pairs: int,
     progress: Callable[[int, int], None] | None,
@@ -261,7 +262,7 @@ def _fill(
     done = 0
     with ThreadPoolExecutor(1) as writer:
         written: Future[None] | None = None
-        for group, absent in _by_missing_layers(table, list(places), layers):
+        for group, absent in _group_by_missing_layers(table, list(places), layers):
             size = min(chunk_pairs, max(1, CHUNK_ROWS // len(absent)))
             for start in range(0, len(group), size):
                 chunk = [pairs[places[pair_id]] for pair_id in group[start : start + size]]
@@ -270,7 +271,7 @@ def _fill(
                 seconds = time.perf_counter() - began
                 if written is not None:
                     written.result()
-                # Compressed and written while the next chunk is read by the judge; one chunk waits at most.
+                # Compressed and written while the judge reads the next chunk; at most one chunk is waiting.
                 written = writer.submit(store_captured, table, captured, absent, seconds)
                 done += len(chunk)
                 if progress is not None:
@@ -279,12 +280,12 @@ def _fill(
             written.result()
 
 
-def _by_missing_layers(
-    table: StoreTable, pair_ids: Sequence[str], layers: tuple[Row, ...]
-) -> list[tuple[list[str], tuple[Row, ...]]]:
-    """Returns the pairs' ids grouped by the layers they lack, so that no stored layer is computed again."""
+def _group_by_missing_layers(
+    table: StoreTable, pair_ids: Sequence[str], layers: tuple[StoredRow, ...]
+) -> list[tuple[list[str], tuple[StoredRow, ...]]]:
+    """Groups the pair ids by the layers that are missing, so that no stored layer is computed again."""
     present = table.columns_present(pair_ids)
-    groups: dict[tuple[Row, ...], list[str]] = {}
+    groups: dict[tuple[StoredRow, ...], list[str]] = {}
     for pair_id in pair_ids:
         absent = tuple(layer for layer in layers if layer_column(layer) not in present[pair_id])
         groups.setdefault(absent or layers[-1:], []).append(pair_id)  # only verdicts are missing
@@ -307,14 +308,15 @@ def load_logps(
 ) -> dict[str, LogpPair]:
     """Returns the stored log-probabilities (chosen, rejected) of each pair id.
 
-    UserError when one is missing, or when a row is not as long as ``lengths`` (response tokens of both sides) says.
+    UserError if a pair is missing, or if a row does not have the length given by ``lengths`` (response tokens of both
+    sides).
     """
     logps = {}
     for pair_id, row in table.read(pair_ids, list(SIDES)).items():
         chosen, rejected = (torch.from_numpy(expect_array(row[side])) for side in SIDES)
         if lengths is not None and (chosen.numel(), rejected.numel()) != tuple(lengths[pair_id]):
             raise UserError(
-                f"store {table.folder}: pair {pair_id} has log-probabilities of {chosen.numel()} and "
+                f"store {table.folder}: pair {pair_id} has log-probabilities for {chosen.numel()} and "
                 f"{rejected.numel()} tokens, expected {lengths[pair_id]}; delete this folder and compute them again"
             )
         logps[pair_id] = (chosen, rejected)
@@ -325,14 +327,14 @@ TOKENS = "tokens"
 VERDICTS = "verdicts"
 TRACES = "traces"
 TOLD = (VERDICTS, TRACES)
-"""Columns that only some pairs have."""
+"""Columns that only some of the pairs have."""
 ROUNDS = (f"{TOKENS}.chosen_is_a", f"{TOKENS}.cut")
-"""Fields of every round beside its tokens."""
+"""Fields of every round besides its tokens."""
 _NO_TOKENS = TokenWeights(torch.zeros(0, dtype=torch.long), torch.zeros(0, 2, dtype=torch.long), torch.zeros(1, 0))
 
 
 def pack_tokens(pair: PairWeights, parts: Sequence[TokenWeights]) -> dict[str, Cell]:
-    """Returns the tokens of ``parts``, the responses of all rounds, and what is known of the rounds."""
+    """Returns the tokens of ``parts`` (the responses of all rounds) and the order and truncation flag of each round."""
     return {
         "chosen_is_a": np.array([item.chosen_is_a for item in pair.rounds], dtype=np.int8),
         "cut": np.array([item.cut for item in pair.rounds], dtype=np.int8),
@@ -343,7 +345,7 @@ def pack_tokens(pair: PairWeights, parts: Sequence[TokenWeights]) -> dict[str, C
 
 
 def pack_verdicts(pair: PairWeights) -> dict[str, Cell] | None:
-    """Returns the verdicts; None where one was not read."""
+    """Returns the verdicts; None if one was not read."""
     logits = [item.verdict_logits for item in pair.rounds if item.verdict_logits is not None]
     if len(logits) < len(pair.rounds):
         return None
@@ -353,7 +355,7 @@ def pack_verdicts(pair: PairWeights) -> dict[str, Cell] | None:
 
 
 def pack_traces(pair: PairWeights) -> dict[str, Cell] | None:
-    """Returns how long the traces are; None where there are none."""
+    """Returns the lengths of the traces; None if there are none."""
     traces = [item.trace for item in pair.rounds if item.trace is not None]
     if not traces or len(traces) < len(pair.rounds):
         return None
@@ -363,16 +365,14 @@ def pack_traces(pair: PairWeights) -> dict[str, Cell] | None:
     }
 
 
-def unpack(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[Row]) -> dict[str, PairWeights]:
-    """Returns the pairs whose columns ``stored`` has by pair id.
+def unpack_pairs(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[StoredRow]) -> dict[str, PairWeights]:
+    """Rebuilds pairs from stored columns, given by pair id: tokens, ``layers``, and verdicts and traces if present.
 
-    Tokens, ``layers`` and, where they were read, verdicts and traces. Their tensors are parts of common ones.
-
-    UserError for columns that do not belong together.
+    The tensors are views of shared ones. UserError if columns do not belong together.
     """
     if not stored:
         return {}
-    tokens = [_arrays(row[TOKENS]) for row in stored.values()]
+    tokens = [_read_arrays(row[TOKENS]) for row in stored.values()]
     counts, chosen_is_a, cut = (
         np.concatenate([part[name] for part in tokens]) for name in ("counts", "chosen_is_a", "cut")
     )
@@ -383,7 +383,7 @@ def unpack(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[Row]) -> d
             found = expect_array(row[layer_column(layer)]).size
             if found != total:
                 raise UserError(
-                    f"store: pair {pair_id} has {found} weights on {total} tokens, so its shards do not belong "
+                    f"store: pair {pair_id} has {found} weights for {total} tokens, so its shards do not belong "
                     "together; delete the folder of this key and run attnpo.weigh again"
                 )
     stacked = [np.concatenate([expect_array(row[layer_column(layer)]) for row in stored.values()]) for layer in layers]
@@ -400,25 +400,27 @@ def unpack(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[Row]) -> d
     sides = iter([TokenWeights(one, places, row.contiguous()) for one, places, row in parts])
     rounds = zip(chosen_is_a.tolist(), cut.tolist(), sides, sides, strict=True)
     return {
-        pair_id: PairWeights(pair_id, tuple(_rounds(row, list(islice(rounds, len(part["chosen_is_a"]))))))
+        pair_id: PairWeights(pair_id, tuple(_build_rounds(row, list(islice(rounds, len(part["chosen_is_a"]))))))
         for (pair_id, row), part in zip(stored.items(), tokens, strict=True)
     }
 
 
 def unpack_rounds(stored: Mapping[str, Mapping[str, Cell]]) -> Iterator[PairWeights]:
-    """Yields the pairs whose ``ROUNDS`` and ``TOLD`` columns ``stored`` has by pair id, their rounds on no tokens."""
+    """Rebuilds pairs from their stored ``ROUNDS`` and ``TOLD`` columns, given by pair id, without tokens."""
     for pair_id, row in stored.items():
-        known = _arrays(row[TOKENS])
+        known = _read_arrays(row[TOKENS])
         rounds = zip(known["chosen_is_a"].tolist(), known["cut"].tolist(), strict=True)
-        yield PairWeights(pair_id, tuple(_rounds(row, [(first, cut, _NO_TOKENS, _NO_TOKENS) for first, cut in rounds])))
+        yield PairWeights(
+            pair_id, tuple(_build_rounds(row, [(first, cut, _NO_TOKENS, _NO_TOKENS) for first, cut in rounds]))
+        )
 
 
-def _rounds(
+def _build_rounds(
     row: Mapping[str, Cell], rounds: Sequence[tuple[int, int, TokenWeights, TokenWeights]]
 ) -> Iterator[JudgeRound]:
-    """Yields the rounds of a pair with the verdicts and traces that ``row`` has."""
-    judged = None if VERDICTS not in row else _arrays(row[VERDICTS])
-    traced = None if TRACES not in row else _arrays(row[TRACES])
+    """Yields the rounds of a pair with the verdicts and traces in ``row``."""
+    judged = None if VERDICTS not in row else _read_arrays(row[VERDICTS])
+    traced = None if TRACES not in row else _read_arrays(row[TRACES])
     logits = (
         [None] * len(rounds)
         if judged is None
@@ -433,5 +435,5 @@ def _rounds(
         yield JudgeRound(bool(chosen_is_a), chosen, rejected, logits[place], token, bool(cut), trace)
 
 
-def _arrays(cell: Cell) -> dict[str, Array]:
+def _read_arrays(cell: Cell) -> dict[str, Array]:
     return {name: expect_array(part) for name, part in expect_mapping(cell).items()}

@@ -1,11 +1,11 @@
 """From stored rows to weights on the training tokens: select, post-process, transform, align, end of turn.
 
-Kept weights are never rescaled after alignment: what has no partner on the training side (a token the tokenizers
-cut differently, the tail of a truncated response) is lost and shows as coverage (paper appendix on token matching).
+Weights are not rescaled after alignment. Weight on source tokens without a partner among the training tokens (cut
+differently by the two tokenizers, or truncated) is lost and shows up as coverage (paper appendix on token matching).
 
-A reasoning trace weighed apart has its share of the tokens as its mass, a source's weights are the answer's: of a
-response with t tokens of trace and n tokens of answer each token of the trace gets 1 / (t + n), and the answer's share
-n / (t + n) in proportion to its own distribution. Uniform weights stay uniform.
+A reasoning trace that is weighed separately gets its share of the tokens as mass, and the source's weights apply to the
+answer. For a response with t tokens of trace and n tokens of answer, each trace token gets 1 / (t + n), and the answer
+gets n / (t + n), split by its own distribution. Uniform weights stay uniform.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attnpo.judge.layers import Row
+from attnpo.judge.layers import StoredRow
 from attnpo.schema import (
     SIDES,
     EncodedResponse,
@@ -31,25 +31,25 @@ from attnpo.schema import (
 )
 from attnpo.text.alignment import AlignedWeights, AlignMethod, Ranges, align, to_range_array
 from attnpo.text.traces import count_tokens_before, weighted_start
-from attnpo.weights.arrival import shares_that_arrived
+from attnpo.weights.arrival import coverage_and_kept_mass
 from attnpo.weights.base import OnlineSource, TextSource, WeightSource, is_neutral
-from attnpo.weights.many_rows import Landed, carry, distributions
+from attnpo.weights.batched import AlignedResponse, align_responses, postprocess_responses
 from attnpo.weights.postprocess import (
     EndToken,
     Postprocess,
     average_rounds,
     check_finite,
-    flat_rounds,
+    check_is_distribution,
+    has_flat_rounds,
     normalize,
-    require_distribution,
 )
 from attnpo.weights.transforms import WeightRow, WeightTransform, takes_factors
 
 CHUNK = 256
-"""Pairs whose weights are computed at once: their arrays fit a processor's cache."""
+"""Pairs whose weights are computed at once: their arrays fit into a CPU cache."""
 _T = TypeVar("_T")
 
-# Options of the group `transform` that mean the same for factors.
+# Options of the group `transform` that also work on factors.
 FOR_FACTORS = ("shuffled", "inverse", "uniform_on_support", "mixture", "one_side", "tail_cut")
 
 
@@ -57,14 +57,13 @@ FOR_FACTORS = ("shuffled", "inverse", "uniform_on_support", "mixture", "one_side
 class TrainingWeights:
     """Weights of one pair on its training tokens; tuples are (chosen, rejected).
 
-    ``lengths``: |y|, the number of source tokens. ``coverage``: share of the training tokens with characters that got
-    a partner (from a partial source: a partner about which something was said), those of a trace that is weighed
-    apart left out. ``content``: how many such tokens there are; ``unmatched``: how many of them got none.
-    ``source_coverage``, ``kept_mass``: shares of the source's tokens and of their absolute weights, after transforms,
-    that arrived (``weights.arrival``); a trace that is weighed apart is left out.
-    ``realigned``: responses whose judge rounds were cut into different tokens, so that one was aligned onto the other.
-    ``flat``: sides whose raw weights were all 0 and which became uniform. ``factors``: the weights are factors, to be
-    used as they are, and no distribution.
+    ``lengths``: |y|, the number of source tokens. ``coverage``: share of the training tokens with characters that got a
+    partner (for a partial source: a partner with a weight); tokens of a separately weighed trace do not count.
+    ``content``: number of these tokens; ``unmatched``: number of those without a partner. ``source_coverage``,
+    ``kept_mass``: shares of the source's tokens and of their absolute weights, after transforms, that reached training
+    tokens (``weights.arrival``); a separately weighed trace does not count. ``realigned``: responses whose judge rounds
+    were cut into different tokens, so that one was aligned to the other. ``flat``: sides whose raw weights were all 0
+    and became uniform. ``factors``: the weights are factors and used as they are; otherwise they are a distribution.
     """
 
     chosen: Float[Tensor, " m"]
@@ -81,13 +80,13 @@ class TrainingWeights:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """One response's weights, combined and post-processed, still on the source's tokens.
+class SourceWeights:
+    """Weights of one response, combined and post-processed, still on the source's tokens.
 
-    ``row`` holds these tokens (and what was stored on them); ``realigned`` says that a round had other ones. ``flat``:
-    a raw row was all 0 and counts as uniform. ``said``: the tokens about which a partial source said something,
-    None for sources that weigh every token. ``open``: the tokens that transforms may change, None for all. ``begins``:
-    the first character that the source weighs, above 0 behind a trace that is weighed apart.
+    ``row`` holds these tokens and the stored numbers; ``realigned``: a round had different tokens. ``flat``: a raw row
+    was all 0 and became uniform. ``said``: tokens that a partial source gave a weight; None for sources that weigh
+    every token. ``open``: tokens that transforms may change; None for all. ``begins``: first character that the source
+    weighs; above 0 after a separately weighed trace.
     """
 
     row: TokenWeights
@@ -99,13 +98,13 @@ class Finished:
     begins: int = 0
 
     @property
-    def changeable(self) -> Bool[Tensor, " n"]:
-        """Returns the tokens that transforms may change."""
+    def changeable_tokens(self) -> Bool[Tensor, " n"]:
+        """Returns a mask of the tokens that transforms may change."""
         return torch.ones(self.weights.numel(), dtype=torch.bool) if self.open is None else self.open
 
 
 class PairToWeigh(NamedTuple):
-    """Captured rows of a pair (None for a source that captures nothing), its training ids by side, and the pair."""
+    """Captured rows of a pair (None if its source captures nothing), its training ids by side, and the pair itself."""
 
     captured: PairWeights | None
     encoded: Mapping[str, EncodedResponse]
@@ -113,16 +112,16 @@ class PairToWeigh(NamedTuple):
 
     @property
     def pair_id(self) -> str:
-        """Returns the pair's id for errors and transforms."""
+        """Returns the pair's id, for errors and transforms."""
         if self.captured is not None:
             return self.captured.pair_id
         return "without an id" if self.pair is None else self.pair.pair_id
 
 
-def _check(source: WeightSource) -> WeightSource:
-    """Returns ``source``. UserError for one whose rows must not be post-processed."""
+def _check_postprocess(source: WeightSource) -> WeightSource:
+    """Returns ``source``; UserError if its rows must not be post-processed."""
     if source.postprocess is not None:
-        require_distribution(source.kind, source.signed)
+        check_is_distribution(source.kind, source.signed)
     return source
 
 
@@ -133,20 +132,22 @@ def training_weights(
     align_method: AlignMethod = AlignMethod.LEVENSHTEIN,
     transforms: Sequence[WeightTransform] = (),
     *,
-    layers: tuple[Row, ...] = (),
+    layers: tuple[StoredRow, ...] = (),
     pair: PreferencePair | None = None,
 ) -> TrainingWeights:
     """Returns the weights of one pair on the training tokens in ``encoded`` ("chosen", "rejected").
 
-    ``layers`` names the rows of ``captured`` in their order. ``captured`` is None for a source that captures nothing,
-    which reads ``pair`` instead. Transforms come fitted; an online source's are left to ``transformed_batch``. Raw rows
-    are processed in float64 and returned in their own type. UserError for rows that are not what the source's kind
-    promises.
+    ``layers`` names the rows of ``captured`` in order. ``captured`` is None for a source that captures nothing,
+    which reads ``pair`` instead. Transforms must be fitted; those of an online source are applied by
+    ``transform_batch``. Raw rows are processed in float64 and returned in their own dtype. UserError if rows do not
+    match the source's kind.
     """
     asked = PairToWeigh(captured, encoded, pair)
-    finished = finished_weights(source, captured, encoded, layers=layers, pair=pair)
-    finished = _replace_rows(source, asked.pair_id, finished, transforms)
-    return _join(source, finished, [_land(source, asked, finished, side, align_method) for side in SIDES])
+    finished = compute_source_weights(source, captured, encoded, layers=layers, pair=pair)
+    finished = _apply_transforms(source, asked.pair_id, finished, transforms)
+    return _join_sides(
+        source, finished, [_align_response(source, asked, finished, side, align_method) for side in SIDES]
+    )
 
 
 def weigh_pairs(
@@ -155,24 +156,26 @@ def weigh_pairs(
     align_method: AlignMethod = AlignMethod.LEVENSHTEIN,
     transforms: Sequence[WeightTransform] = (),
     *,
-    layers: tuple[Row, ...] = (),
+    layers: tuple[StoredRow, ...] = (),
 ) -> Iterator[TrainingWeights]:
-    """Yields what ``training_weights`` makes of each of many pairs, in their order and to the bit, by arrays."""
-    _check(source)
-    for chunk in _chunks(pairs):
-        done, problem = _until_problem(
-            _replace_rows(source, asked.pair_id, finished, transforms)
-            for asked, finished in zip(chunk, _finish_chunk(source, chunk, layers), strict=True)
+    """Yields ``training_weights`` of many pairs in order, batched, with bit-identical results."""
+    _check_postprocess(source)
+    for chunk in _split_into_chunks(pairs):
+        done, problem = _collect_until_error(
+            _apply_transforms(source, asked.pair_id, finished, transforms)
+            for asked, finished in zip(chunk, _chunk_source_weights(source, chunk, layers), strict=True)
         )
-        at_once = iter(_carry(source, chunk, done, align_method))
+        at_once = iter(_align_chunk(source, chunk, done, align_method))
         for asked, finished in zip(chunk, done, strict=False):
-            sides = [next(at_once) or _land(source, asked, finished, side, align_method) for side in SIDES]
-            yield _join(source, finished, sides)
+            sides = [next(at_once) or _align_response(source, asked, finished, side, align_method) for side in SIDES]
+            yield _join_sides(source, finished, sides)
         if problem is not None:
             raise problem
 
 
-def _join(source: WeightSource, finished: Mapping[str, Finished], sides: Sequence[Landed]) -> TrainingWeights:
+def _join_sides(
+    source: WeightSource, finished: Mapping[str, SourceWeights], sides: Sequence[AlignedResponse]
+) -> TrainingWeights:
     chosen, rejected = sides
     return TrainingWeights(
         chosen=chosen.weights,
@@ -189,14 +192,14 @@ def _join(source: WeightSource, finished: Mapping[str, Finished], sides: Sequenc
     )
 
 
-def _chunks(pairs: Iterable[PairToWeigh]) -> Iterator[list[PairToWeigh]]:
+def _split_into_chunks(pairs: Iterable[PairToWeigh]) -> Iterator[list[PairToWeigh]]:
     left = iter(pairs)
     while chunk := list(islice(left, CHUNK)):
         yield chunk
 
 
-def _until_problem(items: Iterable[_T]) -> tuple[list[_T], Exception | None]:
-    """Returns the items before the first that raises, and what it raised, to be raised after they are used."""
+def _collect_until_error(items: Iterable[_T]) -> tuple[list[_T], Exception | None]:
+    """Collects the items up to the first exception; returns both, so that the items are used before it is raised."""
     done: list[_T] = []
     try:
         for item in items:
@@ -206,52 +209,52 @@ def _until_problem(items: Iterable[_T]) -> tuple[list[_T], Exception | None]:
     return done, None
 
 
-def _replace_rows(
-    source: WeightSource, pair_id: str, finished: dict[str, Finished], transforms: Sequence[WeightTransform]
-) -> dict[str, Finished]:
+def _apply_transforms(
+    source: WeightSource, pair_id: str, finished: dict[str, SourceWeights], transforms: Sequence[WeightTransform]
+) -> dict[str, SourceWeights]:
     for transform in () if isinstance(source, OnlineSource) else transforms:
         finished = apply_transform(transform, finished, pair_id)
     return finished
 
 
-def finished_weights(
+def compute_source_weights(
     source: WeightSource,
     captured: PairWeights | None,
     encoded: Mapping[str, EncodedResponse],
     *,
-    layers: tuple[Row, ...] = (),
+    layers: tuple[StoredRow, ...] = (),
     pair: PreferencePair | None = None,
-) -> dict[str, Finished]:
+) -> dict[str, SourceWeights]:
     """Returns both responses' weights on the source's tokens, before transforms and alignment."""
     asked = PairToWeigh(captured, encoded, pair)
-    return _finish_selected(_check(source), asked, _select(source, asked, layers))
+    return _selected_source_weights(_check_postprocess(source), asked, _select_row(source, asked, layers))
 
 
-def finish_pairs(
-    source: WeightSource, pairs: Iterable[PairToWeigh], layers: tuple[Row, ...] = ()
-) -> Iterator[dict[str, Finished]]:
-    """Yields what ``finished_weights`` makes of each of many pairs, in their order and to the bit, by arrays."""
-    _check(source)
-    for chunk in _chunks(pairs):
-        yield from _finish_chunk(source, chunk, layers)
+def iterate_source_weights(
+    source: WeightSource, pairs: Iterable[PairToWeigh], layers: tuple[StoredRow, ...] = ()
+) -> Iterator[dict[str, SourceWeights]]:
+    """Yields ``compute_source_weights`` of many pairs in order, batched, with bit-identical results."""
+    _check_postprocess(source)
+    for chunk in _split_into_chunks(pairs):
+        yield from _chunk_source_weights(source, chunk, layers)
 
 
-def _finish_chunk(
-    source: WeightSource, chunk: Sequence[PairToWeigh], layers: tuple[Row, ...]
-) -> Iterator[dict[str, Finished]]:
-    selected, problem = _until_problem(_select(source, asked, layers) for asked in chunk)
-    at_once = iter(_average_rounds(source, chunk, selected))
+def _chunk_source_weights(
+    source: WeightSource, chunk: Sequence[PairToWeigh], layers: tuple[StoredRow, ...]
+) -> Iterator[dict[str, SourceWeights]]:
+    selected, problem = _collect_until_error(_select_row(source, asked, layers) for asked in chunk)
+    at_once = iter(_postprocess_chunk(source, chunk, selected))
     for asked, captured in zip(chunk, selected, strict=False):
         both = {side: row for side, row in zip(SIDES, (next(at_once), next(at_once)), strict=True) if row is not None}
-        yield both if len(both) == len(SIDES) else _finish_selected(source, asked, captured)
+        yield both if len(both) == len(SIDES) else _selected_source_weights(source, asked, captured)
     if problem is not None:
         raise problem
 
 
-def _average_rounds(
+def _postprocess_chunk(
     source: WeightSource, chunk: Sequence[PairToWeigh], selected: Sequence[PairWeights | None]
-) -> list[Finished | None]:
-    """Returns both responses of each pair, chosen first, from plain rounds of distributions; None for the others."""
+) -> list[SourceWeights | None]:
+    """Combines plain rounds of distributions; returns both responses of each pair, chosen first, None for others."""
     rule, partial = source.postprocess, source.partial
     if type(rule) is not Postprocess or source.kind is not Kind.DISTRIBUTION:
         return [None] * (2 * len(selected))
@@ -263,51 +266,55 @@ def _average_rounds(
         for side in SIDES
     ]
     return [
-        None if made is None else Finished(parts[0], made[0], False, made[1] and not partial, _said(source, parts))
-        for parts, made in zip(responses, distributions(rule, responses), strict=True)
+        None
+        if made is None
+        else SourceWeights(parts[0], made[0], False, made[1] and not partial, _weighted_tokens(source, parts))
+        for parts, made in zip(responses, postprocess_responses(rule, responses), strict=True)
     ]
 
 
-def _said(source: WeightSource, rounds: Sequence[TokenWeights]) -> Bool[Tensor, " n"] | None:
-    """Returns the tokens about which a partial source said something in one of the rounds."""
+def _weighted_tokens(source: WeightSource, rounds: Sequence[TokenWeights]) -> Bool[Tensor, " n"] | None:
+    """Returns a mask of the tokens that a partial source gave a weight in any round."""
     return torch.cat([row.weights for row in rounds]).ne(0).any(dim=0) if source.partial else None
 
 
-def _carry(
-    source: WeightSource, chunk: Sequence[PairToWeigh], done: Sequence[Mapping[str, Finished]], method: AlignMethod
-) -> list[Landed | None]:
-    """Returns both responses of each pair, chosen first, where tokens begin alike on both sides; else None."""
-    found: list[Landed | None] = [None] * (2 * len(done))
+def _align_chunk(
+    source: WeightSource, chunk: Sequence[PairToWeigh], done: Sequence[Mapping[str, SourceWeights]], method: AlignMethod
+) -> list[AlignedResponse | None]:
+    """Returns both responses of each pair, chosen first, if both sides begin with equal tokens; None for others."""
+    found: list[AlignedResponse | None] = [None] * (2 * len(done))
     if source.tokens == "train":
         return found
     rows = [one[side] for one in done for side in SIDES]
     onto = [asked.encoded[side] for asked, _ in zip(chunk, done, strict=False) for side in SIDES]
     plain = [place for place, row in enumerate(rows) if not row.begins]
-    landed = carry(
+    landed = align_responses(
         [(rows[place].row, rows[place].weights, rows[place].said) for place in plain],
         [onto[place] for place in plain],
         method,
-        _is_end_mean(source),
+        _has_mean_end(source),
     )
     for place, one in zip(plain, landed, strict=True):
         found[place] = one
     return found
 
 
-def _is_end_mean(source: WeightSource) -> bool:
+def _has_mean_end(source: WeightSource) -> bool:
     return source.postprocess is not None and source.postprocess.end_token is EndToken.MEAN
 
 
-def _select(source: WeightSource, asked: PairToWeigh, layers: tuple[Row, ...]) -> PairWeights | None:
+def _select_row(source: WeightSource, asked: PairToWeigh, layers: tuple[StoredRow, ...]) -> PairWeights | None:
     return None if asked.captured is None else source.select(asked.captured, layers)
 
 
-def _finish_selected(source: WeightSource, asked: PairToWeigh, captured: PairWeights | None) -> dict[str, Finished]:
-    """Returns both responses' weights on the source's tokens, from ``captured`` with the one row that was selected."""
+def _selected_source_weights(
+    source: WeightSource, asked: PairToWeigh, captured: PairWeights | None
+) -> dict[str, SourceWeights]:
+    """Returns both responses' weights on the source's tokens, from ``captured`` with only the selected row."""
     encoded, pair, both = asked.encoded, asked.pair, None
     if captured is None and isinstance(source, TextSource):
         if pair is None:
-            raise ValueError(f"{type(source).__name__} weighs a pair's own text, and no pair was given")
+            raise ValueError(f"{type(source).__name__} weighs a pair's text, but no pair was given")
         both = source.weigh_pair(pair, encoded)
     rule = None if source.partial else source.postprocess
     finished = {}
@@ -316,43 +323,42 @@ def _finish_selected(source: WeightSource, asked: PairToWeigh, captured: PairWei
         rows = _raw_rows(source, captured, asked, side, None if both is None else both[side])
         if not rows:
             raise UserError(f"{where}: expected at least one round of captured weights, got none; capture it again")
-        rows, realigned = _same_tokens(rows)
+        rows, realigned = _align_rounds(rows)
         begins = 0 if pair is None else weighted_start(pair, side)
-        rows, trace = rows_with_trace(source, rows, encoded[side], begins)
+        rows, trace = prepend_trace_rows(source, rows, encoded[side], begins)
         raw = [row.weights[0].double() for row in rows]
-        weights = _finish(source, raw, where, trace)
-        flat = rule is not None and flat_rounds([row[trace:] for row in raw], rule.round_order)
+        weights = _combine_rounds(source, raw, where, trace)
+        flat = rule is not None and has_flat_rounds([row[trace:] for row in raw], rule.round_order)
         open_to = rows[0].offsets[:, 1] > rows[0].offsets[:, 0] if source.kind is Kind.FACTOR else None
         if begins:
-            weights = beside_trace(weights, trace)
+            weights = join_trace_and_answer(weights, trace)
             open_to = torch.arange(weights.numel()) >= trace
-        finished[side] = Finished(rows[0], weights, realigned, flat, _said(source, rows), open_to, begins)
+        finished[side] = SourceWeights(
+            rows[0], weights, realigned, flat, _weighted_tokens(source, rows), open_to, begins
+        )
     return finished
 
 
-def raw_weights(
+def align_raw_weights(
     source: WeightSource,
     captured: PairWeights,
     encoded: Mapping[str, EncodedResponse],
     align_method: AlignMethod = AlignMethod.LEVENSHTEIN,
     *,
-    layers: tuple[Row, ...] = (),
+    layers: tuple[StoredRow, ...] = (),
 ) -> dict[str, Float[Tensor, " _"]]:
-    """Returns by side, what was captured.
-
-    The mean over its rounds on the training tokens, before any post-processing.
-    """
+    """Returns the captured weights by side: the mean over rounds on the training tokens, before any post-processing."""
     found = {}
     for side in SIDES:
-        rows, _ = _same_tokens([item.side(side) for item in source.select(captured, layers).rounds])
+        rows, _ = _align_rounds([item.side(side) for item in source.select(captured, layers).rounds])
         mean = average_rounds([row.weights[0] for row in rows])
-        found[side] = _align(rows[0], mean, encoded[side].response_ids, encoded[side].offsets, align_method).weights
+        found[side] = _align_row(rows[0], mean, encoded[side].response_ids, encoded[side].offsets, align_method).weights
     return found
 
 
-def weight_rows(finished: Mapping[str, Finished], pair_id: str) -> dict[str, WeightRow]:
-    """Returns what a transform sees of a pair."""
-    seen = {side: finished[side].changeable for side in SIDES}
+def rows_to_transform(finished: Mapping[str, SourceWeights], pair_id: str) -> dict[str, WeightRow]:
+    """Returns the rows of a pair that transforms read and change."""
+    seen = {side: finished[side].changeable_tokens for side in SIDES}
     return {
         side: WeightRow(
             finished[side].weights[seen[side]],
@@ -365,18 +371,20 @@ def weight_rows(finished: Mapping[str, Finished], pair_id: str) -> dict[str, Wei
     }
 
 
-def apply_transform(transform: WeightTransform, finished: Mapping[str, Finished], pair_id: str) -> dict[str, Finished]:
-    """Returns both responses' weights after ``transform``. UserError naming the pair for other numbers."""
+def apply_transform(
+    transform: WeightTransform, finished: Mapping[str, SourceWeights], pair_id: str
+) -> dict[str, SourceWeights]:
+    """Applies ``transform`` to both responses; UserError naming the pair for a wrong shape or non-finite weights."""
     changed = {}
-    for side, row in weight_rows(finished, pair_id).items():
+    for side, row in rows_to_transform(finished, pair_id).items():
         weights = finished[side].weights.clone()
-        weights[finished[side].changeable] = _apply_to_row(transform, row)
+        weights[finished[side].changeable_tokens] = _apply_to_row(transform, row)
         changed[side] = replace(finished[side], weights=weights)
     return changed
 
 
 def _apply_to_row(transform: WeightTransform, row: WeightRow) -> Float[Tensor, " n"]:
-    """Returns the row's weights after ``transform``, in their own type. UserError naming the pair."""
+    """Returns the transformed weights of a row in their own dtype. UserError naming the pair."""
     weights, where = transform(row), f"pair {row.pair_id}, {row.side}, after {type(transform).__name__}"
     if weights.shape != row.weights.shape:
         raise UserError(f"{where}: expected {row.weights.numel()} weights, got the shape {tuple(weights.shape)}")
@@ -384,12 +392,12 @@ def _apply_to_row(transform: WeightTransform, row: WeightRow) -> Float[Tensor, "
     return weights.to(row.weights.dtype)
 
 
-def transformed_batch(
+def transform_batch(
     transforms: Sequence[WeightTransform], weights: Float[Tensor, "rows R"], batch: PreferenceBatch
 ) -> Float[Tensor, "rows R"]:
-    """Returns an online source's weights of a batch's main rows after the run's transforms, each response by itself.
+    """Applies the run's transforms to an online source's weights of a batch's main rows, one response at a time.
 
-    All its tokens are changed, the end of turn among them, as such sources weigh it like any other token.
+    All tokens are changed, including the end of turn, which online sources weigh like any other token.
     """
     mask, ids = batch.main.response_mask.cpu(), batch.main.response_ids.cpu()
     counts, changed = mask.sum(-1).tolist(), weights.detach().cpu().clone()
@@ -403,15 +411,15 @@ def transformed_batch(
     return changed.to(weights.device)
 
 
-def fit_in_order(
-    transforms: Sequence[WeightTransform], finished: Mapping[str, Mapping[str, Finished]]
+def fit_transforms_in_order(
+    transforms: Sequence[WeightTransform], finished: Mapping[str, Mapping[str, SourceWeights]]
 ) -> tuple[WeightTransform, ...]:
-    """Returns the transforms, each fitted on the training rows (by pair id) as those before it leave them."""
+    """Fits each transform on the training rows (by pair id) as transformed by the ones before it."""
     done: list[WeightTransform] = []
-    pending: Mapping[str, Mapping[str, Finished]] = finished
+    pending: Mapping[str, Mapping[str, SourceWeights]] = finished
     for place, transform in enumerate(transforms):
         if transform.needs_fit:
-            rows = [row for pair_id, sides in pending.items() for row in weight_rows(sides, pair_id).values()]
+            rows = [row for pair_id, sides in pending.items() for row in rows_to_transform(sides, pair_id).values()]
             transform = transform.fit(rows)
         done.append(transform)
         if any(later.needs_fit for later in transforms[place + 1 :]):
@@ -420,10 +428,11 @@ def fit_in_order(
 
 
 def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None:
-    """Refuses transforms that have no meaning for a source's weights.
+    """Rejects transforms that are undefined for a source's weights.
 
-    Those that read weights as shares of a whole, for factors and signed rows. Those, and the fitted ones, for an online
-    source, whose weights come after all training rows. Any, for an online source of pair weights.
+    Transforms that read weights as shares of a whole are rejected for factors and signed rows. For an online source,
+    whose weights do not exist before training, these and the fitted ones are rejected; for an online source of pair
+    weights, all of them.
     """
     if not transforms:
         return
@@ -431,22 +440,22 @@ def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None
     online = isinstance(source, OnlineSource)
     if online and is_neutral(source):
         raise UserError(
-            f"transforms ({names}) change the weights of tokens, and {name} weighs whole pairs, their tokens alike: "
-            "remove them"
+            f"transforms ({names}) change token weights, but {name} weighs whole pairs and gives all tokens the same "
+            "weight: remove the transforms"
         )
     refused = ", ".join(type(transform).__name__ for transform in transforms if not takes_factors(transform))
     if refused and (online or source.signed or source.kind is not Kind.DISTRIBUTION):
         what = "computes its own in every step" if online else f"gives {'signed rows' if source.signed else 'factors'}"
         raise UserError(
-            f"transforms ({refused}) work on distributions over the response that stand before training; {name} "
-            f"{what}: take {', '.join(FOR_FACTORS[:-1])} or {FOR_FACTORS[-1]}, or another source"
+            f"transforms ({refused}) need distributions over the response that exist before training, but {name} "
+            f"{what}: use {', '.join(FOR_FACTORS[:-1])} or {FOR_FACTORS[-1]}, or another source"
         )
 
 
 def _raw_rows(
     source: WeightSource, captured: PairWeights | None, asked: PairToWeigh, side: str, own: Float[Tensor, " m"] | None
 ) -> list[TokenWeights]:
-    """Returns one entry per round, with the one row that was selected; ``own``: a text source's weights."""
+    """Returns one entry per round, with only the selected row; ``own``: the weights of a text source."""
     if captured is not None:
         return [item.side(side) for item in captured.rounds]
     encoded = asked.encoded[side]
@@ -457,73 +466,75 @@ def _raw_rows(
     count = len(encoded.response_ids)
     if own.shape != (count,):
         raise UserError(
-            f"pair {asked.pair_id}, {side}: expected {count} weights of {type(source).__name__}, one for each training "
-            f"token, got the shape {tuple(own.shape)}; correct the source"
+            f"pair {asked.pair_id}, {side}: expected {count} weights from {type(source).__name__}, one for each "
+            f"training token, got the shape {tuple(own.shape)}; correct the source"
         )
     offsets = torch.from_numpy(to_range_array(encoded.offsets))
     ids = torch.from_numpy(np.array(encoded.response_ids, dtype=np.int64))
     return [TokenWeights(ids, offsets, own.unsqueeze(0))]
 
 
-def _land(
-    source: WeightSource, asked: PairToWeigh, both: Mapping[str, Finished], side: str, method: AlignMethod
-) -> Landed:
+def _align_response(
+    source: WeightSource, asked: PairToWeigh, both: Mapping[str, SourceWeights], side: str, method: AlignMethod
+) -> AlignedResponse:
     finished, encoded = both[side], asked.encoded[side]
     base, weights = finished.row, finished.weights
     places = to_range_array(encoded.offsets)
     holds = torch.from_numpy(places[:, 1] > places[:, 0])
     if source.tokens == "train":
-        _require_same_ids(base, encoded, f"pair {asked.pair_id}, {side}")
+        _check_same_ids(base, encoded, f"pair {asked.pair_id}, {side}")
         arrived = (torch.arange(weights.numel()) < holds.numel()).to(weights)
         weights, matched = weights[: holds.numel()], holds
     else:
-        aligned = _align(base, weights, encoded.response_ids, places, method)
+        aligned = _align_row(base, weights, encoded.response_ids, places, method)
         weights, matched, arrived = aligned.weights, aligned.matched & holds, aligned.arrived
         if finished.said is not None:
-            matched &= _align(base, finished.said.double(), encoded.response_ids, places, method).weights > 0
-        weights = torch.where(holds, weights, 1.0 / base.token_ids.numel() if _is_end_mean(source) else 0.0)
+            matched &= _align_row(base, finished.said.double(), encoded.response_ids, places, method).weights > 0
+        weights = torch.where(holds, weights, 1.0 / base.token_ids.numel() if _has_mean_end(source) else 0.0)
     weighed = holds & (torch.arange(holds.numel()) >= count_tokens_before(finished.begins, encoded.offsets))
     trace = count_tokens_before(finished.begins, base.offsets.tolist()) if finished.begins else 0
-    return Landed(
+    return AlignedResponse(
         weights.to(base.weights.dtype),
         float(holds.numel() if source.tokens == "train" else base.token_ids.numel()),
-        *shares_that_arrived(finished.weights[trace:], arrived[trace:]),
+        *coverage_and_kept_mass(finished.weights[trace:], arrived[trace:]),
         int(weighed.sum()),
         int((matched & weighed).sum()),
     )
 
 
-def _finish(source: WeightSource, raw: Sequence[Float[Tensor, " n"]], where: str, trace: int) -> Float[Tensor, " m"]:
-    """Returns the rounds as one row, post-processed or their plain mean; without the first ``trace``."""
+def _combine_rounds(
+    source: WeightSource, raw: Sequence[Float[Tensor, " n"]], where: str, trace: int
+) -> Float[Tensor, " m"]:
+    """Combines the rounds into one row, by post-processing or as their mean, without the first ``trace`` tokens."""
     if source.postprocess is not None:
         return source.postprocess([row[trace:] for row in raw], where)
     for row in raw:
         check_finite(row, where)
         if not source.signed and bool((row < 0).any()):
             raise UserError(
-                f"{where}: {type(source).__name__} states that its weights are not signed, got {row.min():g}"
+                f"{where}: {type(source).__name__} is declared as not signed, got {row.min():g}; correct the source"
             )
         if source.kind is Kind.DISTRIBUTION and not source.partial and not bool(row.any()):
             raise UserError(
-                f"{where}: {type(source).__name__} states that its weights are a distribution, and all {row.numel()} "
-                "of them are 0; drop the pair or correct the source"
+                f"{where}: {type(source).__name__} is declared as a distribution, but all {row.numel()} weights are 0; "
+                "drop the pair or correct the source"
             )
     return average_rounds(raw)[trace:]
 
 
-def _same_tokens(rows: list[TokenWeights]) -> tuple[list[TokenWeights], bool]:
-    """Returns all rounds on the tokens of the first, moved there by characters, and whether any had to be."""
+def _align_rounds(rows: list[TokenWeights]) -> tuple[list[TokenWeights], bool]:
+    """Aligns all rounds to the tokens of the first by characters; returns them and whether any had other tokens."""
     base, same = rows[0], [rows[0]]
     realigned = False
     for row in rows[1:]:
         if not torch.equal(row.token_ids, base.token_ids):
-            aligned = _align(row, row.weights[0], base.token_ids, base.offsets, AlignMethod.CHARACTERS)
+            aligned = _align_row(row, row.weights[0], base.token_ids, base.offsets, AlignMethod.CHARACTERS)
             row, realigned = replace(base, weights=aligned.weights.unsqueeze(0)), True
         same.append(row)
     return same, realigned
 
 
-def _align(
+def _align_row(
     source: TokenWeights,
     weights: Float[Tensor, " n"],
     target_ids: Sequence[int] | Int[Tensor, " m"],
@@ -534,39 +545,39 @@ def _align(
     return align(source.token_ids, source.offsets, weights, target_ids, target_offsets, method)
 
 
-def _require_same_ids(source: TokenWeights, encoded: EncodedResponse, where: str) -> None:
-    """Raises UserError unless the training ids are the source's, or their beginning when truncated."""
+def _check_same_ids(source: TokenWeights, encoded: EncodedResponse, where: str) -> None:
+    """Raises UserError unless the training ids equal the source's, or a prefix of them if truncated."""
     count = len(encoded.response_ids)
     if source.token_ids[:count].tolist() != list(encoded.response_ids):
         raise UserError(
-            f"{where}: weights on training tokens were captured for other token ids; capture them again with this "
+            f"{where}: the weights were captured for different training token ids; capture them again with this "
             "tokenizer and chat template"
         )
 
 
-def check_apart(source: WeightSource) -> None:
-    """Raises UserError for a source whose weights are no shares of a whole."""
+def check_trace_weighting(source: WeightSource) -> None:
+    """Raises UserError for a source whose weights are not a distribution."""
     online = isinstance(source, OnlineSource) and not is_neutral(source)
     if online or source.signed or source.kind is not Kind.DISTRIBUTION:
         what = "computes its own in every step" if online else f"gives {'signed rows' if source.signed else 'factors'}"
         raise UserError(
-            "data.columns.traces=weigh_apart shares the mass of a distribution between a reasoning trace and its "
-            f"answer, and {type(source).__name__} {what}: set data.columns.traces=keep or strip, or take a source of "
+            "data.columns.traces=weigh_apart splits the mass of a distribution between a reasoning trace and its "
+            f"answer, but {type(source).__name__} {what}: set data.columns.traces=keep or strip, or use a source of "
             "distributions, such as weights=attention"
         )
 
 
-def rows_with_trace(
+def prepend_trace_rows(
     source: WeightSource, rows: Sequence[TokenWeights], encoded: EncodedResponse, begins: int
 ) -> tuple[list[TokenWeights], int]:
-    """Returns the rounds of one response on the tokens of trace and answer, and how many of these are the trace's.
+    """Returns the rounds of one response on the tokens of trace and answer, and the number of trace tokens.
 
-    ``begins``: the answer's first character; 0 when nothing is weighed apart. A judge has read the answer alone: the
-    trace's training tokens, those that hold a character of it, are put in front with a weight of 0.
+    ``begins``: the answer's first character; 0 if there is no separately weighed trace. A judge reads only the answer,
+    so the trace's training tokens (those with characters) are prepended with weight 0.
     """
     if not begins:
         return list(rows), 0
-    check_apart(source)
+    check_trace_weighting(source)
     if source.tokens != "train":
         rows = [_prepend_row(row, encoded, begins) for row in rows]
     return list(rows), count_tokens_before(begins, rows[0].offsets.tolist())
@@ -588,7 +599,7 @@ def _prepend_row(row: TokenWeights, encoded: EncodedResponse, begins: int) -> To
     )
 
 
-def beside_trace(answer: Float[Tensor, " n"], trace: int) -> Float[Tensor, " m"]:
-    """Returns the distribution of trace, its tokens at the mean, and answer, its weights in the rest; sum 1."""
+def join_trace_and_answer(answer: Float[Tensor, " n"], trace: int) -> Float[Tensor, " m"]:
+    """Joins a trace and its answer into one distribution with sum 1: trace tokens get the mean, the answer the rest."""
     tokens = max(1, trace + answer.numel())
     return torch.cat([answer.new_full((trace,), 1 / tokens), normalize(answer) * (answer.numel() / tokens)])

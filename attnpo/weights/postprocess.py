@@ -1,6 +1,6 @@
-"""Pure arithmetic on raw weight rows: rounds, normalisation, attention sink (the paper: its weights and its sink rule).
+"""Arithmetic on raw weight rows: rounds, normalisation, attention sink (as in the paper).
 
-Everything here is about distributions; factors and signed rows never come this way.
+All functions work on distributions; factors and signed rows are never processed here.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from attnpo.schema import Kind, UserError, check_at_least
 class RoundOrder(Enum):
     """Order of averaging and normalising when the two judge rounds are combined.
 
-    The paper's text averages the raw rows and normalises the mean; the authors' code normalises each round first.
-    They differ whenever the rounds put different mass on the response.
+    The paper's text averages the raw rows and normalises the mean; the authors' code normalises each round first. The
+    results differ if the rounds put different mass on the response.
     """
 
     MEAN_THEN_NORMALIZE = "mean_then_normalize"
@@ -27,43 +27,42 @@ class RoundOrder(Enum):
 
 
 class EndToken(Enum):
-    """Weight of training tokens without a character of the response (end of turn): 0, or 1/|y|."""
+    """Weight of training tokens without a character of the response (end of turn): 0 or 1/|y|."""
 
     ZERO = "zero"
     MEAN = "mean"
 
 
 def normalize(weights: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Returns ``weights`` divided by their sum; uniform when the sum is 0."""
+    """Divides ``weights`` by their sum; returns uniform weights if the sum is 0."""
     if is_flat(weights):
         return torch.full_like(weights, 1.0 / max(1, weights.numel()))
-    scaled = weights / weights.max()  # first by the largest: neither a huge nor a subnormal sum can spoil the quotient
+    scaled = weights / weights.max()  # by the maximum first, so that the sum neither overflows nor is subnormal
     return scaled / scaled.sum()
 
 
 def is_flat(row: Float[Tensor, " n"]) -> bool:
-    """Returns whether a raw row has no mass on the response (or underflowed to none): it becomes uniform."""
+    """Tells whether a raw row has no mass on the response (or underflowed to 0); such a row becomes uniform."""
     return float(row.sum()) == 0
 
 
 def average_rounds(rounds: Sequence[Float[Tensor, " n"]]) -> Float[Tensor, " n"]:
-    """Returns the mean of the rows of all rounds, token by token."""
+    """Returns the mean over the rows of all rounds, token by token."""
     return torch.stack(list(rounds)).mean(dim=0)
 
 
-def combine(rounds: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> Float[Tensor, " n"]:
-    """Returns one distribution out of the raw rows of all rounds, in the given order of averaging and normalising."""
+def combine_rounds(rounds: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> Float[Tensor, " n"]:
+    """Combines the raw rows of all rounds into one distribution, in the given order of averaging and normalising."""
     if order is RoundOrder.NORMALIZE_THEN_MEAN:
         return average_rounds([normalize(row) for row in rounds])
     return normalize(average_rounds(rounds))
 
 
 def fix_sink(weights: Float[Tensor, " n"], first: int = 1, min_length: int = 5) -> Float[Tensor, " n"]:
-    """Returns ``weights`` with the first ``first`` of them set to the mean and the others rescaled; the total is kept.
+    """Sets the first ``first`` weights to the mean and rescales the others; the total is kept.
 
-    Rows shorter than ``min_length`` stay as they are (the paper: K = 1, K' = 5).
-    Differs from the authors' code when the other weights are all 0: they then share the remaining mass equally,
-    because the code divides by zero there.
+    Rows shorter than ``min_length`` stay as they are (the paper: K = 1, K' = 5). Differs from the authors' code if the
+    other weights are all 0: here they share the remaining mass equally, there it divides by zero.
     """
     count = weights.numel()
     if first <= 0 or count < min_length:
@@ -78,7 +77,7 @@ def fix_sink(weights: Float[Tensor, " n"], first: int = 1, min_length: int = 5) 
 
 @dataclass(frozen=True)
 class Postprocess:
-    """Rules by which the raw rows of a response become its distribution.
+    """Rules that turn the raw rows of a response into its distribution.
 
     ``sink_tokens`` (K) 0 keeps the sink; ``sink_min_length`` is K'. ``end_token`` is applied after alignment.
     """
@@ -95,8 +94,8 @@ class Postprocess:
     def __call__(self, rows: Sequence[Float[Tensor, " n"]], where: str = "weights") -> Float[Tensor, " n"]:
         """Returns the distribution (sum 1) of one response from its raw rows, one per round.
 
-        ``where`` opens the error message, e.g. "pair 3f2a, chosen". UserError for no row, no token, or a weight
-        that is negative or not finite.
+        ``where`` opens the error message, e.g. "pair 3f2a, chosen". UserError if there are no rows or no tokens, or if
+        a weight is negative or not finite.
         """
         if not rows or rows[0].numel() == 0:
             raise UserError(f"{where}: expected at least one round with at least one token, got none; drop the pair")
@@ -104,16 +103,16 @@ class Postprocess:
             check_finite(row, where)
             least = float(row.min())
             if least < 0:
-                raise UserError(f"{where}: expected weights of 0 or more, got {least:g}; signed rows cannot "
-                                "be made a distribution, use them with weights.postprocess=null")  # fmt: skip
-        return fix_sink(combine(rows, self.round_order), self.sink_tokens, self.sink_min_length)
+                raise UserError(f"{where}: expected weights of at least 0, got {least:g}; signed rows cannot "
+                                "become a distribution, use them with weights.postprocess=null")  # fmt: skip
+        return fix_sink(combine_rounds(rows, self.round_order), self.sink_tokens, self.sink_min_length)
 
 
-def flat_rounds(rows: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> bool:
-    """Returns whether ``combine`` puts uniform weights in the place of rows without mass.
+def has_flat_rounds(rows: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> bool:
+    """Tells whether ``combine`` replaces rows without mass by uniform weights.
 
-    Under ``mean_then_normalize`` that takes all rounds, a flat one counts for nothing beside another; under
-    ``normalize_then_mean`` one flat round is enough.
+    Under ``mean_then_normalize`` this happens only if all rounds are flat; under ``normalize_then_mean`` one flat round
+    is enough.
     """
     flat = [is_flat(row) for row in rows]
     return any(flat) if order is RoundOrder.NORMALIZE_THEN_MEAN else all(flat)
@@ -121,38 +120,38 @@ def flat_rounds(rows: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> bool:
 
 def check_finite(row: Float[Tensor, " n"], where: str) -> None:
     """Raises UserError naming ``where`` and the first token whose weight is NaN or infinite."""
-    if isfinite(float(row.sum())):  # a sum that overflows is looked into
+    if isfinite(float(row.sum())):  # an overflowing sum is checked below
         return
     broken = (~torch.isfinite(row)).nonzero()
     if broken.numel():
         place = int(broken[0, 0])
         raise UserError(
-            f"{where}: expected finite weights, got {float(row[place])} at token {place} of {row.numel()}; judge the "
-            "pair again (judge.dtype=float32 if the numbers overflow) or drop it"
+            f"{where}: expected finite weights, got {float(row[place])} at token {place} of {row.numel()}; run the "
+            "judge again (with judge.dtype=float32 if the numbers overflow) or drop the pair"
         )
 
 
-def require_distribution(kind: Kind, signed: bool) -> None:
-    """Raises UserError when rows of this kind must not be post-processed as a distribution."""
+def check_is_distribution(kind: Kind, signed: bool) -> None:
+    """Raises UserError if rows of this kind must not be post-processed as a distribution."""
     if kind is not Kind.DISTRIBUTION or signed:
         what = "signed weights" if signed else f"weights of kind {kind.value}"
         raise UserError(
             f"weights.postprocess: expected a source of non-negative distributions, got {what}; averaging, "
-            "normalising and the sink rule would change their meaning, set weights.postprocess=null"
+            "normalising and the sink rule would change their meaning: set weights.postprocess=null"
         )
 
 
-def effective_number(weights: Float[Tensor, " m"]) -> float:
-    """Returns 1 / sum a^2 with a = |w| / sum |w|.
+def effective_token_count(weights: Float[Tensor, " m"]) -> float:
+    """Returns the effective number of weighted tokens, 1 / sum a^2 with a = |w| / sum |w|.
 
-    That is m for uniform weights, 1 for a single token, 0 for a row without mass.
+    That is m for m uniform weights, 1 for a single token, 0 for a row without mass.
     """
-    shares = shares_of(weights)
+    shares = absolute_shares(weights)
     square = float(shares.square().sum())
     return 1.0 / square if square > 0 else 0.0
 
 
-def shares_of(weights: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
+def absolute_shares(weights: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
     """Returns |w| / sum |w| in float64; zeros for a row without mass."""
     size = weights.double().abs()
     total = size.sum()

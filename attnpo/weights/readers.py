@@ -1,4 +1,4 @@
-"""Readers of weights beside the judge: a verbalizer, a reward model. Described cheaply, loaded when one is needed."""
+"""Weight readers other than the judge: verbalizer and reward model. Described cheaply, loaded only when needed."""
 
 import logging
 import time
@@ -11,9 +11,9 @@ import torch
 
 from attnpo.config.named_files import read_template
 from attnpo.judge.base import WeightReader
+from attnpo.judge.causal_judge import RewardModel
 from attnpo.judge.judge import AttentionReader
 from attnpo.judge.layers import Depth
-from attnpo.judge.reader import RewardModel
 from attnpo.models.described import token_rows
 from attnpo.models.generate import extra_end_ids, make_chat_generator, max_sequence_length
 from attnpo.models.loading import (
@@ -29,7 +29,7 @@ from attnpo.schema import SIDES, Generator, Message, PairWeights, PreferencePair
 from attnpo.system.store import Store, StoreTable
 from attnpo.text.chat import ChatFormat
 from attnpo.text.traces import judged_text
-from attnpo.weights.score_parser import read_answer
+from attnpo.weights.score_parser import parse_scores
 from attnpo.weights.sources.reward_attention import LoadedReward, RewardAttention
 from attnpo.weights.sources.verbalized import LoadedVerbalizer
 from attnpo.weights.verbalizer_settings import ScoreQuestions, Verbalizer
@@ -37,11 +37,12 @@ from attnpo.weights.verbalizer_settings import ScoreQuestions, Verbalizer
 
 @dataclass(frozen=True)
 class VerbalizerStatistics:
-    """Account of the answers about the responses of ``pairs`` pairs.
+    """Statistics of the answers about the responses of ``pairs`` pairs.
 
-    ``parsed``: answers with at least one usable part, of ``answers``. ``parts``: usable parts in all. ``coverage``:
-    mean share of a response's tokens with a score. ``problems``: what could not be used, by reason. ``unasked``: pairs
-    that the model could not be asked about. ``lost``: answers whose text is no longer in the store (their rows are).
+    ``parsed``: answers with at least one usable part, out of ``answers``. ``parts``: total number of usable parts.
+    ``coverage``: mean share of a response's tokens with a score. ``problems``: number of unusable parts and answers by
+    reason. ``unasked``: pairs that the model could not be asked about. ``lost``: answers whose text is no longer in the
+    store (their rows are).
     """
 
     pairs: int
@@ -55,10 +56,10 @@ class VerbalizerStatistics:
 
     @property
     def parse_rate(self) -> float:
-        """Returns the share of the answers with at least one usable part; 0 without answers."""
+        """Returns the share of answers with at least one usable part; 0 without answers."""
         return self.parsed / max(1, self.answers)
 
-    def numbers(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """Returns the statistics as plain data."""
         rounded = {"parse_rate": round(self.parse_rate, 5), "coverage": round(self.coverage, 5)}
         return {**vars(self), **rounded, "problems": dict(self.problems)}
@@ -67,7 +68,7 @@ class VerbalizerStatistics:
 def answer_statistics(
     pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights], answers: Mapping[tuple[str, str], str]
 ) -> VerbalizerStatistics:
-    """Returns the statistics of ``pairs``, rows in ``captured`` and texts of ``answers`` by (pair id, side)."""
+    """Computes the statistics of ``pairs`` from the rows in ``captured`` and the ``answers`` by (pair id, side)."""
     problems: Counter[str] = Counter()
     shares, parsed, parts, read, lost, unasked = [], 0, 0, 0, 0, 0
     unique = {pair.pair_id: pair for pair in pairs if pair.pair_id in captured}
@@ -83,7 +84,7 @@ def answer_statistics(
             if text is None:
                 lost += 1
                 continue
-            reading = read_answer(text, judged_text(pair, side))
+            reading = parse_scores(text, judged_text(pair, side))
             read += 1
             parsed += bool(reading.spans)
             parts += len(reading.spans)
@@ -99,20 +100,20 @@ log = logging.getLogger(__name__)
 
 ANSWERS = "answers"
 ANSWER = "answer"
-# Raised by hand with every change of the code that moves an answer.
+# Increase by hand with every code change that changes an answer.
 ANSWERS_VERSION = "1"
 BATCHES_AT_ONCE = 4
-"""Batches of answers that go into the store together."""
+"""Batches of answers that are stored at once."""
 
 
 class RunVerbalizer(WeightReader):
-    """Verbalizer that is described cheaply and loaded only when an answer is missing.
+    """Verbalizer of a run: described cheaply, loaded only if an answer is missing.
 
     Args:
-        verbalizer: the component.
+        verbalizer: the settings.
         model: the run's model, which answers unless ``verbalizer.path`` names another.
-        chat: the run's chat format: that of the prompts unless another model is named, and always that of the tokens.
-        store: where the answers are kept.
+        chat: the run's chat format. The tokens always use it; the prompts use it unless another model is named.
+        store: holds the answers.
     """
 
     name, done = "verbalizer", "scored in words"
@@ -129,23 +130,23 @@ class RunVerbalizer(WeightReader):
             template = read_template(verbalizer.chat_template, "verbalizer.chat_template")
             fallback = model.fallback_template
             self.chat = ChatFormat(tokenizer, template, fallback=fallback, part="verbalizer", rows=rows)
-        self.questions = ScoreQuestions(verbalizer.template(), self.chat, chat, self._prompt_room())
+        self.questions = ScoreQuestions(verbalizer.load_template(), self.chat, chat, self._max_prompt_tokens())
         self._store = store
 
-    def _prompt_room(self) -> int | None:
-        """Returns tokens that a prompt may have; UserError when the answer alone takes all there are."""
+    def _max_prompt_tokens(self) -> int | None:
+        """Returns the maximum number of prompt tokens; UserError if the answer takes all positions."""
         limit = max_sequence_length(self.path, self.revision, "verbalizer.max_length", self.settings.max_length)
         new = self.settings.sampling.max_new_tokens
         if limit is not None and limit <= new:
             source = "verbalizer.max_length" if self.settings.max_length is not None else f"positions of {self.path}"
             raise UserError(
                 f"verbalizer.sampling.max_new_tokens={new} leaves no room for a prompt within {limit} tokens "
-                f"({source}): lower it"
+                f"({source}): lower max_new_tokens"
             )
         return None if limit is None else limit - new
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns what identifies the answers to given prompts: model weights, number format, decoding, chat format."""
+        """Returns every setting that changes the answers to given prompts: weights, dtype, decoding, chat format."""
         maker = self.settings.known_parts
         return {
             "weights": {**weights_fingerprint(self.path, self.revision), **extra_end_ids(self.path)},
@@ -156,63 +157,63 @@ class RunVerbalizer(WeightReader):
             "code": ANSWERS_VERSION,
         }
 
-    def _answers(self) -> StoreTable:
+    def _answer_table(self) -> StoreTable:
         return self._store.table(ANSWERS, self.fingerprint())
 
     def load(self, device: torch.device) -> LoadedVerbalizer:
-        """Returns generator, questions and decoding for capturing.
+        """Returns generator, questions and decoding settings for capturing.
 
-        The model is loaded when the first answer is missing.
+        The model is loaded when the first missing answer is requested.
         """
         at_once = BATCHES_AT_ONCE * self.settings.batch_size
-        generator = StoredAnswers(self._answers(), lambda: self._generator(device), at_once)
+        generator = CachedGenerator(self._answer_table(), lambda: self._load_generator(device), at_once)
         return LoadedVerbalizer(generator, self.questions, self.settings.sampling)
 
-    def _generator(self, device: torch.device) -> Generator:
+    def _load_generator(self, device: torch.device) -> Generator:
         model = load_model(self.path, dtype=self.settings.dtype, revision=self.revision)
         model.to(device)  # type: ignore[arg-type]
         if self.settings.known_parts is not None:
-            return self.settings.known_parts.generator(model, self.chat.tokenizer)
+            return self.settings.known_parts.make_generator(model, self.chat.tokenizer)
         return make_chat_generator(model, self.chat, self.settings.batch_size, self.settings.token_budget)
 
     def describe_pass(self, rows: str) -> str:
-        """Returns in words what a pass does."""
+        """Describes a pass for the log."""
         return f"verbalizer pass: {self.path} scores the parts of both responses"
 
-    def fingerprint_of_prompts(self) -> Mapping[str, object]:
+    def prompts_fingerprint(self) -> Mapping[str, object]:
         """Returns every setting of questions and tokens that changes a number."""
         return self.questions.fingerprint()
 
-    def count_answers(
+    def measure_answers(
         self, pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights]
     ) -> VerbalizerStatistics:
-        """Returns how well the answers about ``pairs`` could be read, from the texts in the store."""
+        """Computes statistics of the stored answers about ``pairs``."""
         asked = {
-            (pair.pair_id, side): prompt_key(self.questions.messages(pair, side))
+            (pair.pair_id, side): answer_key(self.questions.messages(pair, side))
             for pair in pairs
             if pair.pair_id in captured and captured[pair.pair_id].rounds
             for side in SIDES
         }
-        stored = stored_answers(self._answers(), list(asked.values()))
+        stored = load_answers(self._answer_table(), list(asked.values()))
         return answer_statistics(pairs, captured, {at: stored[key] for at, key in asked.items() if key in stored})
 
 
-def prompt_key(prompt: Sequence[Message]) -> str:
-    """Returns the name under which the answer to a prompt is kept."""
+def answer_key(prompt: Sequence[Message]) -> str:
+    """Returns the store key of the answer to a prompt."""
     return digest([[turn["role"], turn["content"]] for turn in prompt])[:32]
 
 
-def stored_answers(table: StoreTable, keys: Sequence[str]) -> dict[str, str]:
-    """Returns the stored answers among ``keys``."""
+def load_answers(table: StoreTable, keys: Sequence[str]) -> dict[str, str]:
+    """Loads the answers among ``keys`` that are in the store."""
     known = [key for key, columns in table.columns_present(keys).items() if ANSWER in columns]
     return {key: str(row[ANSWER]) for key, row in table.read(known, [ANSWER]).items()}
 
 
-class StoredAnswers:
-    """Generator that keeps its answers in a table and asks ``make``'s generator for missing ones only.
+class CachedGenerator:
+    """Generator that caches its answers in a table and asks the generator of ``make`` only for missing ones.
 
-    Equal prompts get one answer. ``make`` is called at most once. Answers are stored, and their number is logged,
-    whenever there are ``at_once`` of them: an interruption loses no more.
+    Equal prompts get the same answer. ``make`` is called at most once. Answers are stored, and progress is logged,
+    ``at_once`` answers at a time, so an interruption loses at most that many.
     """
 
     def __init__(self, table: StoreTable, make: Callable[[], Generator], at_once: int = 64) -> None:
@@ -220,13 +221,13 @@ class StoredAnswers:
         self._generator: Generator | None = None
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
-        """Returns one answer per prompt, in their order."""
-        keys = [prompt_key(prompt) for prompt in prompts]
-        found = stored_answers(self.table, keys)
+        """Returns one answer per prompt, in order."""
+        keys = [answer_key(prompt) for prompt in prompts]
+        found = load_answers(self.table, keys)
         missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in found}
         if missing and self._generator is None:
             self._generator = self.make()
-        # The longest first, as within a batch: what does not fit into memory fails at once, and little is padded.
+        # Longest first, as within a batch: prompts that do not fit into memory fail early, and padding is small.
         waiting = iter(sorted(missing, key=lambda key: -sum(len(turn["content"]) for turn in missing[key])))
         done, began = 0, time.perf_counter()
         while self._generator is not None and (some := list(islice(waiting, self.at_once))):
@@ -243,10 +244,11 @@ class StoredAnswers:
 
 
 class RunReward(AttentionReader):
-    """Reward model that is described cheaply and loaded at most once.
+    """Reward model of a run: described cheaply, loaded at most once.
 
     Args:
-        source: the weights that name it. UserError when they name none, and for a tokenizer without characters.
+        source: the weights that name the model. UserError if they name none, or if its tokenizer has no character
+            offsets.
         fallback: chat template for a tokenizer without one.
     """
 
@@ -255,7 +257,7 @@ class RunReward(AttentionReader):
     def __init__(self, source: RewardAttention, fallback: str | None = None) -> None:
         if source.path is None:
             raise UserError(
-                "weights=reward_attention reads a reward model, and weights.path is null: set "
+                "weights=reward_attention needs a reward model, but weights.path is null: set "
                 "weights.path=FOLDER_OR_HUB_NAME"
             )
         self.settings, self.path, self.revision, self.dtype = source, source.path, source.revision, source.dtype
@@ -266,28 +268,28 @@ class RunReward(AttentionReader):
 
     @property
     def num_layers(self) -> Depth:
-        """Returns the depth, with the layers that have attention, from its config alone.
+        """Returns the model's depth and its layers with attention, without loading it.
 
-        UserError when none can be read.
+        UserError if no layer can be read.
         """
         found = inspect_model(self.path, self.revision)
         if found.mapped or not found.layers:
             raise UserError(
-                f"weights.path={self.path}: no layer of {found.name} has softmax attention that can be read, since "
-                "none goes through transformers' AttentionInterface; name another reward model"
+                f"weights.path={self.path}: no layer of {found.name} has readable softmax attention, because none uses "
+                "transformers' AttentionInterface; choose another reward model"
             )
         return Depth(num_layers(self.path, self.revision), found.layers)
 
     def describe_pass(self, rows: str) -> str:
-        """Returns in words what a pass does that reads ``rows``."""
+        """Describes a pass over ``rows`` for the log."""
         return f"reward model: reading {rows} of {self.path} on both responses"
 
-    def fingerprint_of_prompts(self) -> Mapping[str, object]:
-        """Returns what identifies the conversations that it reads."""
+    def prompts_fingerprint(self) -> Mapping[str, object]:
+        """Returns the fingerprint of the chat format of its conversations."""
         return self.chat.fingerprint()
 
     def load(self, device: torch.device) -> LoadedReward:
-        """Returns model and conversations for capturing; loads the model onto ``device``."""
+        """Loads the model onto ``device``; returns it with its chat format for capturing."""
         model = load_model(self.path, dtype=self.settings.dtype, revision=self.revision, reward=True)
         model.to(device)  # type: ignore[arg-type]
         reader = RewardModel(model, token_budget=self.settings.token_budget, kernel=self.kernel)

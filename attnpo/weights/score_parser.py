@@ -1,7 +1,7 @@
-"""Verbalised importance: what a model is asked, how its answer is read, and where the parts stand in the response.
+"""Parser of verbalised importance: reads scored parts from an answer and locates them in the response.
 
-Owns the reading of free text and nothing else: no model, no tokens. The paper names the method (partition the
-response, score each part 1 to 5) without wording or parser; both are ours.
+Handles free text only: no model, no tokens. The paper names the method (split the response into parts, score each from
+1 to 5) without wording or parser; both are ours.
 """
 
 import json
@@ -15,7 +15,7 @@ LOWEST, HIGHEST = 1, 5
 
 @dataclass(frozen=True)
 class ScoredSpan:
-    """Characters ``start`` to ``end`` (half open) of the response and their score."""
+    """Characters ``start`` to ``end`` (half-open) of the response and their score."""
 
     start: int
     end: int
@@ -24,7 +24,7 @@ class ScoredSpan:
 
 @dataclass(frozen=True)
 class ParsedScores:
-    """Usable spans of one answer in order, and what could not be used, counted by reason."""
+    """Usable spans of one answer in order, and the number of unusable parts by reason."""
 
     spans: list[ScoredSpan]
     problems: Counter[str] = field(default_factory=Counter)
@@ -40,27 +40,27 @@ NOT_IN_RESPONSE = "part is not in the response"
 EMPTY_PART = "part without text"
 
 
-def read_answer(answer: str, response: str) -> ParsedScores:
-    """Returns the scored spans of ``response`` that ``answer`` names.
+def parse_scores(answer: str, response: str) -> ParsedScores:
+    """Parses the scored spans of ``response`` in ``answer``.
 
-    Understood: JSON objects, pairs and lists of them, however nested (in a code fence, cut off at the end, with
-    trailing commas), or lines and table rows that hold a part and a score; where both can be read, what covers more of
-    the response. A part may be quoted with other blanks, quotation marks or case; one that stands several times takes
-    the first free place after the part before it.
+    Accepts JSON objects, pairs and lists of them, nested at will (in a code fence, cut off at the end, with trailing
+    commas), and lines or table rows with a part and a score. If both can be read, the reading that covers more of the
+    response wins. A part may be quoted with different whitespace, quotation marks or case; a part that occurs several
+    times is matched to the first free occurrence after the previous part.
     """
-    readings = [_reading(parts, response) for parts in (_json_parts(answer), _line_parts(answer)) if parts]
+    readings = [_parse_parts(parts, response) for parts in (_json_parts(answer), _line_parts(answer)) if parts]
     if not readings:
         return ParsedScores([], Counter({NO_PARTS: 1}))
     return max(readings, key=lambda reading: reading.coverage(len(response)))  # of equal ones the first: JSON
 
 
-def _reading(parts: Sequence[tuple[str, float | None]], response: str) -> ParsedScores:
+def _parse_parts(parts: Sequence[tuple[str, float | None]], response: str) -> ParsedScores:
     problems: Counter[str] = Counter()
-    return ParsedScores(_locate(_usable(parts, problems), response, problems), problems)
+    return ParsedScores(_locate_parts(_usable_parts(parts, problems), response, problems), problems)
 
 
-def _usable(parts: Sequence[tuple[str, float | None]], problems: Counter[str]) -> Iterator[tuple[str, float]]:
-    """Yields the parts with a text and a score of the scale; ``problems`` counts the others."""
+def _usable_parts(parts: Sequence[tuple[str, float | None]], problems: Counter[str]) -> Iterator[tuple[str, float]]:
+    """Yields the parts with a text and a score on the scale; counts the others in ``problems``."""
     for text, score in parts:
         if not text.strip():
             problems[EMPTY_PART] += 1
@@ -88,26 +88,26 @@ _SCORE_THEN_PART = re.compile(
 _OPENING = re.compile(r"[{\[]")
 _TEXT_KEYS = ("part", "text", "segment", "phrase", "sentence", "span", "content")
 _SCORE_KEYS = ("score", "rating", "importance", "value", "weight")
-_HUGE = 10**9  # far from any scale; an integer of JSON can be too large for a float
+_HUGE = 10**9  # far outside any scale; a JSON integer can be too large for a float
 
 
 def _json_parts(answer: str) -> list[tuple[str, float | None]]:
-    """Parts and scores of all JSON in ``answer``, in order; a score that is not a number is None."""
+    """Returns the parts and scores of all JSON in ``answer``, in order; None for a score that is not a number."""
     parts: list[tuple[str, float | None]] = []
     place = 0
     while (start := _OPENING.search(answer, place)) is not None:
         value, place = _decode_json(answer, start.start())
-        parts += _in_value(value)
+        parts += _parts_in_value(value)
     return parts
 
 
 def _line_parts(answer: str) -> list[tuple[str, float | None]]:
-    """Returns the same from lines that end or begin with a score."""
-    return [item for line in answer.splitlines() if (item := _from_line(line)) is not None]
+    """Returns the parts and scores of lines that begin or end with a score."""
+    return [item for line in answer.splitlines() if (item := _part_in_line(line)) is not None]
 
 
 def _decode_json(answer: str, start: int) -> tuple[object, int]:
-    """Returns the JSON value at ``start`` and its end; None and the next place where there is no sound one."""
+    """Decodes the JSON value at ``start``; returns it and its end, or None and the next position if it is invalid."""
     try:
         return _JSON.raw_decode(answer, start)
     except (ValueError, RecursionError):
@@ -121,39 +121,39 @@ def _decode_json(answer: str, start: int) -> tuple[object, int]:
         return None, start + 1
 
 
-def _in_value(value: object) -> Iterator[tuple[str, float | None]]:
-    """Yields the parts in a decoded value, an object being a tuple of its members."""
+def _parts_in_value(value: object) -> Iterator[tuple[str, float | None]]:
+    """Yields the parts in a decoded value; an object is a tuple of its members."""
     if isinstance(value, tuple):
-        yield from _in_object(value)
-    elif isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_plain(value[1]):
-        yield value[0], _number(value[1])
+        yield from _parts_in_object(value)
+    elif isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_scalar(value[1]):
+        yield value[0], _read_number(value[1])
     elif isinstance(value, list):
         for item in value:
-            yield from _in_value(item)
+            yield from _parts_in_value(item)
 
 
-def _in_object(members: tuple[tuple[str, object], ...]) -> Iterator[tuple[str, float | None]]:
+def _parts_in_object(members: tuple[tuple[str, object], ...]) -> Iterator[tuple[str, float | None]]:
     lowered = {key.lower(): item for key, item in reversed(members)}
     part = next((item for key in _TEXT_KEYS if isinstance(item := lowered.get(key), str)), None)
     score = next((lowered[key] for key in _SCORE_KEYS if key in lowered), None)
     if part is not None and score is not None:
-        yield part, _number(score)
+        yield part, _read_number(score)
         return
-    nested = [part for _, item in members if not _is_plain(item) for part in _in_value(item)]
+    nested = [part for _, item in members if not _is_scalar(item) for part in _parts_in_value(item)]
     if nested:
         yield from nested
     elif part is not None:
         yield part, None
-    elif score is None and (len(members) == 1 or any(_number(item) is not None for _, item in members)):
+    elif score is None and (len(members) == 1 or any(_read_number(item) is not None for _, item in members)):
         for key, item in members:  # {"one part": 4, "another": 2}
-            yield key, _number(item)
+            yield key, _read_number(item)
 
 
-def _is_plain(value: object) -> bool:
+def _is_scalar(value: object) -> bool:
     return not isinstance(value, list | tuple)
 
 
-def _number(value: object) -> float | None:
+def _read_number(value: object) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
@@ -163,11 +163,11 @@ def _number(value: object) -> float | None:
 
 
 def _score_value(match: re.Match[str]) -> float | None:
-    """Returns the number, unless it is one of another scale ("8/10")."""
+    """Returns the score; None if it is on another scale ("8/10")."""
     return None if match["of"] not in (None, str(HIGHEST)) else float(match["score"])
 
 
-def _from_line(line: str) -> tuple[str, float | None] | None:
+def _part_in_line(line: str) -> tuple[str, float | None] | None:
     match = _PART_THEN_SCORE.match(line) or _SCORE_THEN_PART.match(line)
     return None if match is None else (_strip_quotes(match["text"]), _score_value(match))
 
@@ -186,7 +186,7 @@ _SAME = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'
 
 
 def _fold_text(text: str) -> tuple[str, list[int]]:
-    """Returns text with blanks, quotation marks and case made alike, and where each character comes from."""
+    """Returns the text with normalised whitespace, quotation marks and case, and the source index of each character."""
     letters: list[str] = []
     places: list[int] = []
     for place, letter in enumerate(text):
@@ -201,8 +201,8 @@ def _fold_text(text: str) -> tuple[str, list[int]]:
     return "".join(letters), places
 
 
-def _locate(parts: Iterable[tuple[str, float]], response: str, problems: Counter[str]) -> list[ScoredSpan]:
-    """Returns where the parts stand, without overlap, in order of their place."""
+def _locate_parts(parts: Iterable[tuple[str, float]], response: str, problems: Counter[str]) -> list[ScoredSpan]:
+    """Locates the parts in the response without overlap, in order of position."""
     text, places = _fold_text(response)
     taken = [False] * len(text)
     spans, cursor = [], 0
@@ -222,7 +222,7 @@ def _locate(parts: Iterable[tuple[str, float]], response: str, problems: Counter
 
 
 def _occurrences(text: str, wanted: str, cursor: int) -> Iterator[int]:
-    """Places of ``wanted`` after the cursor, then those before it."""
+    """Yields the positions of ``wanted`` after the cursor, then those before it."""
     if not wanted:
         return
     for begin, stop in ((cursor, len(text)), (0, cursor + len(wanted) - 1)):

@@ -1,8 +1,8 @@
-"""Changes of finished weight rows on the source's tokens: the controls of a weight study, mixtures, fitted profiles.
+"""Transforms of post-processed weights on the source's tokens: control conditions, mixtures, fitted profiles.
 
-Owns what happens between a source's own post-processing and the alignment onto training tokens. A transform maps the
-row of one response to a row of the same length; those that are *fitted* first see the rows of the training split.
-Randomness depends on (seed, pair id, side) alone, so that a row is the same in every run and every order.
+Transforms run between a source's post-processing and the alignment with training tokens. A transform maps the row of
+one response to a row of the same length; a *fitted* one first sees the rows of the training split. Random choices
+depend only on (seed, pair id, side), so a row is the same in every run and in any order.
 """
 
 import copy
@@ -23,9 +23,9 @@ _Some = TypeVar("_Some")
 
 @dataclass(frozen=True)
 class WeightRow:
-    """Finished weights of one response on its n source tokens; ``other`` is the other side's count.
+    """Post-processed weights of one response on its n source tokens; ``other``: number of tokens on the other side.
 
-    Of factors only those on tokens that hold a character: the factor of the end of turn is never changed.
+    Factors have only the tokens that hold a character: the factor of the end of turn is never changed.
     """
 
     weights: Float[Tensor, " n"]
@@ -37,41 +37,41 @@ class WeightRow:
 
 @runtime_checkable
 class WeightTransform(Protocol):
-    """Change of a row; ``fit`` gives the transform that has seen the training rows (itself, if it needs none)."""
+    """Change of a row; ``fit`` returns the transform fitted on the training rows (itself if it needs no fit)."""
 
     @property
     def needs_fit(self) -> bool:
-        """Returns whether ``fit`` must come before the first row."""
+        """Tells whether ``fit`` must be called before the first row."""
 
     def fit(self, rows: Iterable[WeightRow]) -> "WeightTransform":
-        """Returns the transform with what it learnt from ``rows``."""
+        """Returns the transform fitted on ``rows``."""
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """Returns the new weights of ``row``, on the same tokens."""
 
 
-class _Pure:
-    """Transform without anything to learn; ``factors``: it never reads weights as shares, so factors will do too."""
+class _StatelessTransform:
+    """Transform without fitted state; ``factors``: it does not read weights as shares, so it accepts factors too."""
 
     needs_fit: ClassVar[bool] = False
     factors: ClassVar[bool] = False
 
-    def fit(self, rows: Iterable[WeightRow]) -> "_Pure":
-        """Returns the transform itself: it learns nothing from rows."""
+    def fit(self, rows: Iterable[WeightRow]) -> "_StatelessTransform":
+        """Returns the transform itself; there is nothing to fit."""
         return self
 
 
 def takes_factors(transform: object) -> bool:
-    """Returns whether a transform declares that it means the same for factors as for distributions."""
+    """Tells whether a transform declares that it also works on factors."""
     return bool(getattr(transform, "factors", False))
 
 
-def _generator(seed: int, row: WeightRow) -> torch.Generator:
+def _seeded_generator(seed: int, row: WeightRow) -> torch.Generator:
     return torch.Generator().manual_seed(int(digest([seed, row.pair_id, row.side])[:15], 16))
 
 
-def _same_total(new: Float[Tensor, " n"], old: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Returns ``new`` rescaled to the sum of ``old``; uniform when ``new`` holds nothing."""
+def _rescale_to_total(new: Float[Tensor, " n"], old: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Rescales ``new`` to the sum of ``old``; returns uniform weights if ``new`` sums to 0."""
     total = new.sum()
     if total == 0:
         return torch.full_like(old, float(old.sum()) / max(1, old.numel()))
@@ -79,34 +79,37 @@ def _same_total(new: Float[Tensor, " n"], old: Float[Tensor, " n"]) -> Float[Ten
 
 
 @dataclass(frozen=True)
-class UniformOnSupport(_Pure):
-    """Every source token alike: what is left of a source is that end-of-turn and unmatched tokens get nothing."""
+class UniformOnSupport(_StatelessTransform):
+    """Equal weights on all source tokens, so only the support of a source is kept.
+
+    The end of turn and unmatched tokens still get no weight.
+    """
 
     factors: ClassVar[bool] = True
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """Returns the row's mean everywhere."""
+        """Returns the row's mean on every token."""
         return torch.full_like(row.weights, float(row.weights.mean()) if row.weights.numel() else 0.0)
 
 
 @dataclass(frozen=True)
-class Shuffled(_Pure):
-    """Same weights on randomly exchanged tokens: keeps sharpness and length, destroys placement."""
+class Shuffled(_StatelessTransform):
+    """Same weights on randomly permuted tokens: keeps sharpness and length, destroys placement."""
 
     seed: int = 0
 
     factors: ClassVar[bool] = True
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """Returns the row, permuted."""
-        return row.weights[torch.randperm(row.weights.numel(), generator=_generator(self.seed, row))]
+        """Returns the permuted row."""
+        return row.weights[torch.randperm(row.weights.numel(), generator=_seeded_generator(self.seed, row))]
 
 
 @dataclass(frozen=True)
-class Inverse(_Pure):
-    """Largest weight where the smallest was and so on: keeps the multiset, turns the order of tokens round.
+class Inverse(_StatelessTransform):
+    """Weights in reverse order of size: the token with the smallest gets the largest. Keeps the multiset of weights.
 
-    Equal weights are ordered at random, by (seed, pair id, side): by place they would hand the largest weights to the
+    Ties are broken at random, by (seed, pair id, side). Breaking them by position would give the largest weights to the
     first of the tokens that had none.
     """
 
@@ -115,8 +118,8 @@ class Inverse(_Pure):
     factors: ClassVar[bool] = True
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """Returns the row with its values handed out in reverse order of size."""
-        mixed = torch.randperm(row.weights.numel(), generator=_generator(self.seed, row))
+        """Returns the row with its values assigned in reverse order of size."""
+        mixed = torch.randperm(row.weights.numel(), generator=_seeded_generator(self.seed, row))
         order = mixed[torch.argsort(row.weights[mixed], stable=True)]
         out = torch.empty_like(row.weights)
         out[order] = row.weights[order].flip(0)
@@ -124,10 +127,10 @@ class Inverse(_Pure):
 
 
 @dataclass(frozen=True)
-class Mixture(_Pure):
-    """``(1 - share) / n + share * w``: a floor under every token that the weights are of.
+class Mixture(_StatelessTransform):
+    """Mixture with uniform weights, ``(1 - share) / n + share * w``, over the tokens that the weights cover.
 
-    Tokens that they do not reach, the end of turn among them, stay without weight.
+    Other tokens, such as the end of turn, still get no weight.
     """
 
     share: float = 0.5
@@ -143,11 +146,11 @@ class Mixture(_Pure):
 
 
 @dataclass(frozen=True)
-class Smeared(_Pure):
-    """Every weight spread over its token and those before it, each ``decay`` times the next: credit to what led there.
+class Smeared(_StatelessTransform):
+    """Weights spread backwards over preceding tokens with geometric decay: credits the tokens that led to a weight.
 
-    The total is kept; decay 0 is the row itself. Away from the start a weight moves decay / (1 - decay) tokens back on
-    average.
+    The total is kept; with decay 0 the row is unchanged. Away from the start, a weight moves back by decay / (1 -
+    decay) tokens on average.
     """
 
     decay: float = 0.5
@@ -158,7 +161,7 @@ class Smeared(_Pure):
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """Returns the smeared row."""
         places = torch.arange(1, row.weights.numel() + 1, dtype=torch.float64)
-        shares = row.weights.double() * (1 - self.decay) / (1 - self.decay**places)  # what each leaves on its own token
+        shares = row.weights.double() * (1 - self.decay) / (1 - self.decay**places)  # the part left on each own token
         carried, smeared = 0.0, []
         for share in reversed(shares.tolist()):
             carried = share + self.decay * carried
@@ -167,8 +170,8 @@ class Smeared(_Pure):
 
 
 @dataclass(frozen=True)
-class Sharpness(_Pure):
-    """``w ** tau`` at the same total: tau 0 is uniform on the support, 1 the row itself, above 1 sharper."""
+class Sharpness(_StatelessTransform):
+    """Powers ``w ** tau`` at the same total: tau 0 is uniform on the support, 1 changes nothing, above 1 is sharper."""
 
     tau: float = 2.0
 
@@ -179,12 +182,12 @@ class Sharpness(_Pure):
         """Returns the sharpened row; zeros stay zeros."""
         scaled = row.weights / row.weights.max().clamp(min=torch.finfo(row.weights.dtype).tiny)
         powered = torch.where(row.weights > 0, scaled**self.tau, torch.zeros_like(scaled))
-        return _same_total(powered, row.weights)
+        return _rescale_to_total(powered, row.weights)
 
 
 @dataclass(frozen=True)
-class OneSide(_Pure):
-    """Weights on one side of the pair, the mean on the other: which response do they matter on?"""
+class OneSide(_StatelessTransform):
+    """Weights on one side of the pair, their mean on the other: shows on which response the weights matter."""
 
     side: str = "chosen"
 
@@ -194,13 +197,13 @@ class OneSide(_Pure):
         check_choice("transform OneSide.side", self.side, SIDES)
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """Returns the row as it is on ``side``, its mean on the other."""
+        """Returns the row unchanged on ``side``, its mean on the other side."""
         return row.weights if row.side == self.side else UniformOnSupport()(row)
 
 
 @dataclass(frozen=True)
-class TailCut(_Pure):
-    """Multiplies weights beyond the shorter response's length by ``alpha``, not rescaled (LD-DPO; 0 cuts them off)."""
+class TailCut(_StatelessTransform):
+    """Weights past the length of the shorter response times ``alpha``, not rescaled (LD-DPO; 0 cuts them off)."""
 
     alpha: float = 0.0
 
@@ -219,9 +222,9 @@ class TailCut(_Pure):
 
 
 def resample(weights: Float[Tensor, " k"], length: int) -> Float[Tensor, " n"]:
-    """Returns the mass of ``weights`` over relative position, spread on ``length`` tokens; the total is kept.
+    """Resamples the mass of ``weights`` over relative position to ``length`` tokens; the total is kept.
 
-    Token i of n covers the stretch [i/n, (i+1)/n) of the response; within one token the mass is even.
+    Token i of n covers the interval [i/n, (i+1)/n) of the response; within a token the mass is spread evenly.
     """
     total = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
     edges = torch.linspace(0, weights.numel(), length + 1, dtype=weights.dtype)
@@ -230,13 +233,13 @@ def resample(weights: Float[Tensor, " k"], length: int) -> Float[Tensor, " n"]:
     return at_edges.diff()
 
 
-def _require_fit(fitted: bool, transform: object) -> None:
+def _check_fitted(fitted: bool, transform: object) -> None:
     if not fitted:
-        raise ValueError(f"{type(transform).__name__} must be fitted on training rows before it is used")
+        raise ValueError(f"{type(transform).__name__} must be fitted on training rows before use")
 
 
-def _with_state(transform: _Some, **state: object) -> _Some:
-    """Returns a copy of a transform that has learnt ``state``: its fields with ``init=False``, no keys of a config."""
+def _copy_with_state(transform: _Some, **state: object) -> _Some:
+    """Returns a copy of a transform with fitted ``state``: fields with ``init=False``, which are not config keys."""
     fitted = copy.copy(transform)
     for name, value in state.items():
         object.__setattr__(fitted, name, value)
@@ -263,28 +266,28 @@ class CrossPair:
         for row in rows:
             if row.weights.numel():
                 pool[row.side].append((row.pair_id, row.weights))
-        return _with_state(self, pool={side: sorted(pool[side], key=_pair_id) for side in pool})
+        return _copy_with_state(self, pool={side: sorted(pool[side], key=_get_pair_id) for side in pool})
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """Returns a donor's weights on this row's tokens, at this row's total."""
-        _require_fit(bool(self.pool), self)
+        _check_fitted(bool(self.pool), self)
         rows = self.pool.get(row.side, [])
-        own = bisect_left(rows, row.pair_id, key=_pair_id)  # the first row of this pair, which is no donor
-        count = bisect_right(rows, row.pair_id, key=_pair_id) - own
+        own = bisect_left(rows, row.pair_id, key=_get_pair_id)  # the first row of this pair, which is no donor
+        count = bisect_right(rows, row.pair_id, key=_get_pair_id) - own
         if len(rows) == count:
-            raise UserError("transform CrossPair needs at least two training pairs")
-        place = int(torch.randint(len(rows) - count, (1,), generator=_generator(self.seed, row)))
+            raise UserError("transform CrossPair needs at least two training pairs: add pairs or remove the transform")
+        place = int(torch.randint(len(rows) - count, (1,), generator=_seeded_generator(self.seed, row)))
         donor = rows[place if place < own else place + count][1]
-        return _same_total(resample(donor.to(row.weights.dtype), row.weights.numel()), row.weights)
+        return _rescale_to_total(resample(donor.to(row.weights.dtype), row.weights.numel()), row.weights)
 
 
-def _pair_id(item: tuple[str, Float[Tensor, " _"]]) -> str:
+def _get_pair_id(item: tuple[str, Float[Tensor, " _"]]) -> str:
     return item[0]
 
 
 @dataclass(frozen=True)
 class PositionProfile:
-    """Training set's mean mass per relative position (``bins`` of them): are the weights a rule of position?"""
+    """Mean mass of the training set by relative position (``bins`` bins): are the weights a function of position?"""
 
     bins: int = 20
     profile: tuple[float, ...] = field(default=(), init=False, repr=False)
@@ -295,24 +298,24 @@ class PositionProfile:
         check_at_least("transform PositionProfile", 1, bins=self.bins)
 
     def fit(self, rows: Iterable[WeightRow]) -> "PositionProfile":
-        """Returns a copy with the mean mass of each bin over all rows, each row counted alike."""
-        masses = [resample(_normal(row.weights), self.bins) for row in rows if row.weights.numel()]
+        """Returns a copy with the mean mass of each bin; every row counts equally."""
+        masses = [resample(_normalize_row(row.weights), self.bins) for row in rows if row.weights.numel()]
         if not masses:
-            raise UserError("transform PositionProfile has no training row to be fitted on")
-        return _with_state(self, profile=tuple(torch.stack(masses).double().mean(0).tolist()))
+            raise UserError("transform PositionProfile has no training rows to fit: check the training data")
+        return _copy_with_state(self, profile=tuple(torch.stack(masses).double().mean(0).tolist()))
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """Returns the profile on this row's tokens, at this row's total."""
-        _require_fit(bool(self.profile), self)
+        _check_fitted(bool(self.profile), self)
         profile = torch.tensor(self.profile, dtype=row.weights.dtype)
-        return _same_total(resample(profile, row.weights.numel()), row.weights)
+        return _rescale_to_total(resample(profile, row.weights.numel()), row.weights)
 
 
 @dataclass(frozen=True)
 class TokenProfile:
-    """Training set's mean of ``n * w`` per token id: are the weights a list of words?
+    """Mean of ``n * w`` by token id over the training set: tests whether the weights depend on words only.
 
-    Ids never seen count 1, the mean of all. With ``position`` the word's factor is multiplied by the position profile.
+    Unseen ids get 1, the mean of all. With ``position``, the token's factor is multiplied by the position profile.
     """
 
     position: bool = False
@@ -326,37 +329,37 @@ class TokenProfile:
         check_at_least("transform TokenProfile", 1, bins=self.bins)
 
     def fit(self, rows: Iterable[WeightRow]) -> "TokenProfile":
-        """Returns a copy with the mean factor of every token id among the training rows."""
+        """Returns a copy with the mean factor of every token id in the training rows."""
         kept: Sequence[WeightRow] = [row for row in rows if row.weights.numel()]
         sums: defaultdict[int, float] = defaultdict(float)
         counts: defaultdict[int, int] = defaultdict(int)
         for row in kept:
-            scaled = _normal(row.weights) * row.weights.numel()
+            scaled = _normalize_row(row.weights) * row.weights.numel()
             for token, value in zip(row.token_ids.tolist(), scaled.tolist(), strict=True):
                 sums[token] += value
                 counts[token] += 1
         if not sums:
-            raise UserError("transform TokenProfile has no training row to be fitted on")
+            raise UserError("transform TokenProfile has no training rows to fit: check the training data")
         places = PositionProfile(self.bins).fit(kept) if self.position else None
-        return _with_state(self, words={token: sums[token] / counts[token] for token in sums}, places=places)
+        return _copy_with_state(self, words={token: sums[token] / counts[token] for token in sums}, places=places)
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """Returns the factors of this row's words, at this row's total."""
-        _require_fit(bool(self.words), self)
+        """Returns the factors of this row's tokens, at this row's total."""
+        _check_fitted(bool(self.words), self)
         factors = [self.words.get(token, 1.0) for token in row.token_ids.tolist()]
         new = torch.tensor(factors, dtype=row.weights.dtype)
         if self.places is not None:
             new = new * self.places(row)
-        return _same_total(new, row.weights)
+        return _rescale_to_total(new, row.weights)
 
 
 @dataclass(frozen=True)
 class Branched:
-    """Moves every weight to where the answer could have gone on otherwise: credit to the choice, not to its outcome.
+    """Moves each weight to the nearby position where the answer was least determined: credits choice, not outcome.
 
-    A token's weight goes to the one of its own place and the ``reach`` places before it whose word was least settled:
-    where the entropy of the word that follows the word before, counted over the training responses, is highest (the
-    nearest of equals). Places after words that training never shows have no entropy, and move only where nothing has.
+    A token's weight moves to one of its own position and the ``reach`` positions before it: the one whose token was
+    least predictable from the previous token, measured by entropy over the training responses (the nearest one in case
+    of ties). Positions after unseen tokens have entropy 0; they get weight only if all candidates have entropy 0.
     """
 
     reach: int = 4
@@ -368,19 +371,19 @@ class Branched:
         check_at_least("transform Branched", 1, reach=self.reach)
 
     def fit(self, rows: Iterable[WeightRow]) -> "Branched":
-        """Returns a copy with the entropy, in nats, of what follows each token id; START stands before a response."""
+        """Returns a copy with the entropy (in nats) of the token after each token id; START precedes a response."""
         follows: defaultdict[int, Counter[int]] = defaultdict(Counter)
         for row in rows:
             ids = row.token_ids.tolist()
             for before, word in zip([START, *ids], ids, strict=False):
                 follows[before][word] += 1
         if not follows:
-            raise UserError("transform Branched has no training row to be fitted on")
-        return _with_state(self, entropies={before: _entropy(counts) for before, counts in follows.items()})
+            raise UserError("transform Branched has no training rows to fit: check the training data")
+        return _copy_with_state(self, entropies={before: _entropy(counts) for before, counts in follows.items()})
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """Returns the row with its weights moved; the total is kept."""
-        _require_fit(bool(self.entropies), self)
+        _check_fitted(bool(self.entropies), self)
         ids = row.token_ids.tolist()
         open_to = [self.entropies.get(before, 0.0) for before in [START, *ids][: len(ids)]]
         new = torch.zeros_like(row.weights)
@@ -390,7 +393,7 @@ class Branched:
         return new
 
 
-START = -1  # what stands before the first token of a response
+START = -1  # pseudo token id before the first token of a response
 
 
 def _entropy(counts: Counter[int]) -> float:
@@ -398,6 +401,6 @@ def _entropy(counts: Counter[int]) -> float:
     return float(torch.special.entr(shares / shares.sum()).sum())
 
 
-def _normal(weights: Float[Tensor, " k"]) -> Float[Tensor, " k"]:
+def _normalize_row(weights: Float[Tensor, " k"]) -> Float[Tensor, " k"]:
     total = weights.sum()
     return weights / total if total != 0 else torch.full_like(weights, 1.0 / weights.numel())

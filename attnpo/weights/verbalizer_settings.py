@@ -1,4 +1,4 @@
-"""Settings of a verbalizer: who scores the parts of responses, and how it is asked. Read before a model is loaded."""
+"""Settings of a verbalizer: which model scores the parts of responses, and its prompts. No model is loaded here."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attnpo.config.named_files import find_file
-from attnpo.judge.prompts import file_text, question_text
+from attnpo.judge.prompts import question_text, read_text_file
 from attnpo.models.spec import DTYPES
 from attnpo.schema import (
     BOOKKEEPING,
@@ -31,7 +31,7 @@ SLOTS = ("question", "answer")
 
 @dataclass(frozen=True)
 class ScoreTemplate:
-    """User message with {question} and {answer}, each exactly once, and the system message before it, if any."""
+    """User message with {question} and {answer}, each exactly once, and an optional system message."""
 
     user: str
     system: str | None = None
@@ -46,14 +46,14 @@ class ScoreTemplate:
 
     @classmethod
     def from_files(cls, user: str | Path, system: str | Path | None = None) -> "ScoreTemplate":
-        """Returns the template in UTF-8 text files, as they are. Raises UserError when one cannot be read."""
+        """Reads the template from UTF-8 text files, unchanged. Raises UserError if one cannot be read."""
         return cls(
-            file_text(user, "verbalizer.template_file"),
-            None if system is None else file_text(system, "verbalizer.system_file"),
+            read_text_file(user, "verbalizer.template_file"),
+            None if system is None else read_text_file(system, "verbalizer.system_file"),
         )
 
     def messages(self, question: str, answer: str) -> list[Message]:
-        """Returns the chat prompt; both texts are put in at once, so a placeholder inside them stays as it is."""
+        """Returns the chat prompt; both texts are inserted at once, so placeholders inside them stay as they are."""
         values = {"question": question, "answer": answer}
         user = re.sub(r"\{(question|answer)\}", lambda slot: values[slot[1]], self.user)
         turns = [] if self.system is None else [Message(role="system", content=self.system)]
@@ -61,16 +61,16 @@ class ScoreTemplate:
 
 
 class ScoreQuestions:
-    """Asks about single responses; nothing is cut: a prompt that does not fit is refused.
+    """Builds the prompts about single responses. Nothing is cut: a prompt that does not fit is refused.
 
     Args:
         template: the wording.
         asked: the chat format of the model that is asked.
-        trained: the chat format of training. Its tokens carry the scores, so that each training token has its score
-            without any alignment, whichever model was asked.
-        room: tokens a prompt may have, None without a limit.
+        trained: the chat format of training. Scores are assigned to its tokens, so that each training token has its
+            score without alignment, whichever model is asked.
+        room: maximum number of tokens of a prompt; None for no limit.
 
-    Raises UserError when the model's chat template takes no system message and the wording has one.
+    Raises UserError if the template has a system message and the model's chat template accepts none.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class ScoreQuestions:
             asked.prompt_ids(template.messages("a", "a"))
         except RefusedText as problem:
             raise UserError(
-                f"the verbalizer's chat template refuses its prompt ({problem}); if it knows no system message, set "
-                "verbalizer.system_file=null and put the instructions into verbalizer.template_file"
+                f"the verbalizer's chat template refuses its prompt ({problem}); if it does not support system "
+                "messages, set verbalizer.system_file=null and put the instructions into verbalizer.template_file"
             ) from problem
 
-    def ask(self, pair: PreferencePair, side: str) -> list[Message]:
+    def build_prompt(self, pair: PreferencePair, side: str) -> list[Message]:
         """Returns the chat prompt about one response.
 
-        Raises RefusedText when the prompt is too long for the model or its text cannot be encoded, and when the
-        response holds nothing to score.
+        Raises RefusedText if the prompt is too long for the model, if its text cannot be encoded, or if the response
+        has no text to score.
         """
         messages = self.messages(pair, side)
         if not judged_text(pair, side).strip():
@@ -98,19 +98,20 @@ class ScoreQuestions:
         if self.room is not None and count > self.room:
             raise RefusedText(
                 "a prompt is too long for the verbalizer",
-                f"the prompt about the {side} response has {count} tokens, {self.room} leave room for the answer: "
-                "lower verbalizer.sampling.max_new_tokens, or raise verbalizer.max_length if the model can read more",
+                f"the prompt about the {side} response has {count} tokens, but must have at most {self.room} to leave "
+                "room for the answer: lower verbalizer.sampling.max_new_tokens, or raise verbalizer.max_length if the "
+                "model can read more",
             )
         return messages
 
     def messages(self, pair: PreferencePair, side: str) -> list[Message]:
-        """Returns the chat prompt, whether it fits or not."""
+        """Returns the chat prompt, whether or not it fits."""
         return self.template.messages(question_text(pair.prompt), judged_text(pair, side))
 
-    def tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the response's training tokens that hold a character of it, before any truncation.
+    def training_tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the response's training tokens with characters, before any truncation, and their character ranges.
 
-        Of a response whose trace is weighed apart, those of the answer.
+        If the response has a separately weighed trace, only the tokens of the answer are returned.
         """
         whole, begins = self.trained.encode(pair.prompt, pair.response(side)), weighted_start(pair, side)
         held: Sequence[tuple[int, tuple[int, int]]] = [
@@ -121,7 +122,7 @@ class ScoreQuestions:
         return [token for token, _ in held], [place for _, place in held]
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns wording, room, and the tokens of both sides."""
+        """Returns wording, prompt limit, and the chat formats of both models."""
         return {
             "wording": digest([self.template.system, self.template.user]),
             "room": self.room,
@@ -132,24 +133,24 @@ class ScoreQuestions:
 
 @runtime_checkable
 class GeneratorMaker(Protocol):
-    """Maker of a generator out of a loaded model in another way than free decoding."""
+    """Makes a generator from a loaded model for answers other than free decoding."""
 
     def fingerprint(self) -> dict[str, object]:
         """Returns every setting that changes an answer."""
 
-    def generator(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> Generator:
+    def make_generator(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> Generator:
         """Returns the generator."""
 
 
 @dataclass(frozen=True)
 class Verbalizer:
-    """Who scores the parts of responses, and how.
+    """Settings of a verbalizer: which model scores the parts of responses, and its prompts.
 
     ``template_file``: the user message, with {question} and {answer}; ``system_file``: the system message, if any.
-    ``path`` None is the run's own model and chat format. A prompt that leaves no room for ``sampling.max_new_tokens``
-    within ``max_length`` tokens (None: the positions of the model) drops its pair. A batch has at most ``batch_size``
-    prompts and ``token_budget`` tokens; neither changes an answer beyond rounding. ``known_parts``: a component that
-    feeds the parts to the model and reads their scores, for models that cannot quote.
+    ``path`` None is the run's own model and chat format. A pair is dropped if its prompt leaves no room for
+    ``sampling.max_new_tokens`` within ``max_length`` tokens (None: the model's positions). A batch has at most
+    ``batch_size`` prompts and ``token_budget`` tokens; both change answers only by rounding. ``known_parts``: a
+    component that feeds the parts to the model and reads their scores, for models that cannot quote.
     """
 
     template_file: str
@@ -169,13 +170,13 @@ class Verbalizer:
         for name in ("batch_size", "token_budget", "max_length"):
             check_at_least("verbalizer", 1, **{name: getattr(self, name)})
 
-    def template(self) -> ScoreTemplate:
-        """Returns the wording, read from its files."""
+    def load_template(self) -> ScoreTemplate:
+        """Reads the template from its files."""
         system = None if self.system_file is None else find_file(self.system_file, "verbalizer.system_file")
         return ScoreTemplate.from_files(find_file(self.template_file, "verbalizer.template_file"), system)
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect: greedy decoding draws nothing, the run's own model has its own revision and chat."""
+        """Lists keys without effect: greedy decoding samples nothing; the run's own model has its revision and chat."""
         found: dict[str, str] = {}
         if self.sampling.temperature == 0:
             found |= dict.fromkeys(

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnpo.judge.base import JudgeReading
-from attnpo.judge.reader import CausalJudge
+from attnpo.judge.causal_judge import CausalJudge
 from experiments.benchmarks.harness import (
     MIB,
     Bar,

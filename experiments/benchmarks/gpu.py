@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as library
 
-from attnpo.judge.reader import CausalJudge
+from attnpo.judge.causal_judge import CausalJudge
 from experiments.benchmarks.extraction import ALL, AUTHORS, FIRST, LAST, authors, judge_prompts, reads
 from experiments.benchmarks.gpu_step import (
     BETA,

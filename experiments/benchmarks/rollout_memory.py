@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from attnpo.judge.reader import CausalJudge
+from attnpo.judge.causal_judge import CausalJudge
 from experiments.benchmarks.harness import MIB, peak, slope
 
 WINDOW = 512

@@ -3,8 +3,8 @@
     python experiments/benchmarks/token_coverage.py DATA_FOLDER TOKENIZER_FOLDER[@CHAT_TEMPLATE] ... [--pairs N]
 
 Prints the markdown tables of token_coverage.md. No model is involved: the training side is what ``ChatFormat``
-encodes, the judge side what ``JudgePrompts`` builds, the weights travel through ``align``, all as in a run; only the
-length limits are lifted, so that nothing is lost to cuts. Every option of the config group ``judge`` is measured.
+encodes, the judge side what ``JudgePromptBuilder`` builds, the weights travel through ``align``, all as in a run; only
+the length limits are lifted, so that nothing is lost to cuts. Every option of the config group ``judge`` is measured.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from attnpo.config.compose import compose, instantiate, list_groups
 from attnpo.config.named_files import read_template
 from attnpo.data.base import PairSource
 from attnpo.judge.base import JudgePrompt
-from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.judge.settings import Assembly, JudgeRules
 from attnpo.models.loading import load_tokenizer
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair
@@ -115,7 +115,7 @@ def judge_options() -> dict[str, JudgeRules]:
     """
     named: dict[tuple[str, JudgeRules], tuple[list[str], JudgeRules]] = {}
     for option in list_groups()["judge"]:
-        rules = instantiate(compose("fit", [f"judge={option}"]).judge).rules()
+        rules = instantiate(compose("fit", [f"judge={option}"]).judge).prompt_rules()
         rules = replace(rules, max_length=UNLIMITED, max_response_length=UNLIMITED, assembly=Assembly.TEXT)
         wording = Path(rules.template_file).read_text(encoding="utf-8")
         same = replace(rules, template_file="", span_closing=None)  # where a reference span ends: none is measured
@@ -155,7 +155,7 @@ def measure(
     encoded = [{side: chat.encode(pair.prompt, pair.response(side)) for side in SIDES} for pair in pairs]
     for option, rules in judges.items():
         for assembly in Assembly:
-            prompts = JudgePrompts(replace(rules, assembly=assembly), chat)
+            prompts = JudgePromptBuilder(replace(rules, assembly=assembly), chat)
             step = IDS_STEP if assembly is Assembly.IDS else 1
             for pair, targets in list(zip(pairs, encoded, strict=True))[::step]:
                 first, second = prompts.build(pair)

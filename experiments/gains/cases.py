@@ -25,7 +25,7 @@ from attnpo.run.identity import component_class, flatten_with_classes
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError, digest
 from attnpo.system.files import Json, read_record, safe_filename, write_record
-from attnpo.weights.faithfulness import score_of
+from attnpo.weights.faithfulness import faithfulness_score
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
 from attnpo.weights.sources.uniform import Uniform
@@ -214,7 +214,7 @@ def _faithfulness_in(path: Path) -> Measured | None:
     try:
         return {
             name if one["layer"] is None else one["layer"]: (
-                score_of(one),
+                faithfulness_score(one),
                 math.nan if one["mass"] is None else one["mass"],
             )
             for name, one in (read_record(path) or {})["found"]["weights"].items()

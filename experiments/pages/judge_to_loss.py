@@ -58,7 +58,7 @@ def record_of(overrides: Sequence[str]) -> Record:
     return {
         "command": " ".join([f"python -m experiments.pages.{NAME}", *overrides]),
         "question": pair.prompt[-1]["content"],
-        "layer": inputs.weighed.source.rows_read()[0],
+        "layer": inputs.weighed.source.rows_to_read()[0],
         "layers": int(inputs.weighed.depth),
         "prompts": _prompts(inputs, readers.make_judge(), pair),
         **_trained(inputs, base.spec, base.tokenizer.pad_token_id or 0, cfg.objective, cfg.optimizer.lr, example, pair),

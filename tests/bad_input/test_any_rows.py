@@ -27,7 +27,7 @@ from attnpo.data.collate import collate
 from attnpo.data.prepare import APART, UNREADABLE, VOID, EncodedSet, encode_pairs, prepare_examples
 from attnpo.data.rules import AlignRules, LengthRules, OverlongAction
 from attnpo.judge.base import LoadedJudge
-from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.judge.settings import Assembly, JudgeRules
 from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
@@ -260,7 +260,7 @@ def batched(found: EncodedSet, account: Account, captured: dict[str, Any] | None
         account.batches += 1
 
 
-def judged(found: EncodedSet, prompts: JudgePrompts) -> dict[str, Any]:
+def judged(found: EncodedSet, prompts: JudgePromptBuilder) -> dict[str, Any]:
     """Captured weights of a judge that reads real prompts, from a store."""
     with TemporaryDirectory() as folder:
         table = (found.pairs, Attention(), LAYERS, Store(Path(folder)), prompts.fingerprint())
@@ -346,7 +346,7 @@ def test_every_row_is_accounted_for_at_each_stage(chats: list[ChatFormat], recor
         if found is None:
             return
         batched(found, account, None, align)
-        captured = judged(found, JudgePrompts(judge, chat))
+        captured = judged(found, JudgePromptBuilder(judge, chat))
         batched(found, account, captured, align)
 
     whole_way()

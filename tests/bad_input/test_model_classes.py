@@ -92,10 +92,13 @@ def test_a_layer_without_attention_names_those_with_some(made: Made, attempts: A
     world = made("jamba")
     for override in ("weights.layer=3", "weights.layers=[2,3]"):
         message = attempts.weigh(override, world=world).refused()
-        assert "=3: this layer of the judge has no softmax attention" in message and "one of the layers 2, 4" in message
+        assert (
+            "=3: this layer of the judge has no readable softmax attention" in message
+            and "one of the layers 2, 4" in message
+        )
     message = attempts.weigh("weights=rollout", world=world).refused()
     assert (
-        "weights=rollout multiplies the attention of every layer" in message and "2 of 4 layers only (2, 4)" in message
+        "weights=rollout multiplies the attention of all layers" in message and "only 2 of 4 layers (2, 4)" in message
     )
 
 
@@ -103,7 +106,7 @@ def test_a_layer_without_attention_names_those_with_some(made: Made, attempts: A
     ("kind", "words"),
     [
         ("mamba", ("no layer of ", "MambaForCausalLM", "judge.path")),
-        ("deepseek_v4", ("DeepseekV4ForCausalLM: layer ", "has not one key for each token", "judge.path")),
+        ("deepseek_v4", ("DeepseekV4ForCausalLM: layer ", "does not have one key per token", "judge.path")),
     ],
 )
 def test_a_judge_that_cannot_be_read(kind: str, words: tuple[str, ...], made: Made, attempts: Attempts) -> None:

@@ -42,7 +42,7 @@ KEYS = {
     "data.train_rows=100:200": ('data.train_rows="100:200" selects no row: the split has 12 rows',),
     "data.val_split=nowhere": ("data.val_split=nowhere", "files it has: test.jsonl, train.jsonl"),
     "data.path=nowhere.jsonl": ("data.path=nowhere.jsonl: no such file or folder",),
-    "judge.labels=[A,A]": ("judge.labels: expected two that differ, got A twice",),
+    "judge.labels=[A,A]": ("judge.labels: expected two different labels, got A twice",),
     "judge.max_length=9": ("judge.max_length is 9, but the judge template alone takes about",),
     "judge.template_file=nowhere.txt": ("judge.template_file=nowhere.txt: no such file",),
     "model.dtype=int8": ("unknown dtype 'int8'; one of float64, float32, bfloat16, float16",),

@@ -13,7 +13,7 @@ from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import SIDES, PairWeights, PreferencePair, TokenWeights
 from attnpo.weights.base import TextSource
-from attnpo.weights.score_parser import read_answer
+from attnpo.weights.score_parser import parse_scores
 from attnpo.weights.sources.attention import Attention
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
@@ -42,10 +42,10 @@ def test_weights_of_an_objective_that_reads_none(attempts: Attempts, record: Rec
 
 # overrides -> what the message must say; no data are read where they name none
 ASKED: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("weights.layers=[1,1]", NO_DATA_READ): ("weights.layers: expected every layer once, got 1 twice",),
-    ("weights.layers=[1/2,1/2]", NO_DATA_READ): ("weights.layers: expected every layer once, got 1/2 twice",),
+    ("weights.layers=[1,1]", NO_DATA_READ): ("weights.layers: expected each layer once, got 1 twice",),
+    ("weights.layers=[1/2,1/2]", NO_DATA_READ): ("weights.layers: expected each layer once, got 1/2 twice",),
     ("weights.layers=[1,3]", NO_DATA_READ): ("weights.layers: expected a whole number from 1 to 2",),
-    ("weights.layers=[1,auto]", NO_DATA_READ): ("got 'auto'; auto is for weights.layer of a run alone",),
+    ("weights.layers=[1,auto]", NO_DATA_READ): ("got 'auto'; auto is allowed only for weights.layer of a run",),
     ("weights.layer=auto", "weights.layers=[1,2]", NO_DATA_READ): (
         "weights.layer=auto searches for one layer, but weights.layers=[1, 2] names the layers to read",
     ),
@@ -184,7 +184,7 @@ def test_a_source_that_gives_no_weights_names_the_pair(
         return
     message = answer.refused()
     assert message.startswith(f"pair {pair.pair_id}, chosen: expected ") or (
-        message.startswith(f"pair {pair.pair_id}, chosen: Native states that its weights are ")
+        message.startswith(f"pair {pair.pair_id}, chosen: Native is declared as ")
     )
     assert NONE[value] in message
     record(case, message.replace(__name__, "tests"), NOT_STARTED)
@@ -198,7 +198,7 @@ def test_malformed_answers_are_read_as_far_as_they_go(record: Record) -> None:
     problems: Counter[str] = Counter()
     usable = 0
     for _, answer, _, _ in MALFORMED:
-        found = read_answer(answer, RESPONSE)
+        found = parse_scores(answer, RESPONSE)
         problems.update(found.problems)
         usable += bool(found.spans)
     assert problems == sum((Counter(expected) for *_, expected in MALFORMED), Counter())

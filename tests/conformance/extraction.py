@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnpo.judge.base import JudgePrompt, JudgeReading, LoadedJudge
 from attnpo.judge.judge import RunJudge
-from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.models.loading import load_tokenizer
 from attnpo.schema import SIDES, Message, PairWeights, PreferencePair, UserError
 from attnpo.text.chat import ChatFormat
@@ -117,7 +117,7 @@ class Extraction:
         return self._room("reference")
 
     @cached_property
-    def touch(self) -> JudgePrompts:
+    def touch(self) -> JudgePromptBuilder:
         """Prompts with spans of all tokens that hold a character of the response."""
         return self._room("touch").prompts
 
@@ -166,7 +166,7 @@ class Extraction:
         try:
             judge = LoadedJudge(self.judge, self.prompts, self.room.settings.verdict)
             pairs = [pair.preference for pair in self.golden.pairs]
-            captured = source.capture(pairs, judge, source.capture_layers(self.depth))
+            captured = source.capture(pairs, judge, source.layers_to_store(self.depth))
         except PRODUCT_ERRORS as error:
             return error
         return {
@@ -314,7 +314,7 @@ class Extraction:
     def rows(self, pair: GoldenPair, comparison: Comparison) -> None:
         """Compares the head-mean attention rows of both rounds."""
         _, readings = self.judged[pair.index]
-        layers = self.attention("last", 1).capture_layers(self.depth)
+        layers = self.attention("last", 1).layers_to_store(self.depth)
         for order, reading in zip(ROUNDS, readings, strict=True):
             for layer in self.golden.layers:
                 ours = reading.rows[layers.index(layer)]
@@ -364,7 +364,7 @@ class Extraction:
             for order, item in zip(ROUNDS, captured.rounds, strict=True)
         ]
         for what, source, rounds in [*quantities, ("mean", plain, captured), ("fixed", fixed, captured)]:
-            ours = on_training_tokens(source, rounds, ids, source.capture_layers(self.depth))
+            ours = on_training_tokens(source, rounds, ids, source.layers_to_store(self.depth))
             for side in SIDES:
                 self._stored(f"{name}/{what}/{side}", getattr(ours, side), pair, comparison, WEIGHT_TOLERANCE)
 
@@ -377,7 +377,7 @@ class Extraction:
         captured, _ = self.judged[pair.index]
         self._note_ids(pair, comparison)
         source = self.attention("last", 1)
-        ours = on_training_tokens(source, captured, pair.completion_ids, source.capture_layers(self.depth))
+        ours = on_training_tokens(source, captured, pair.completion_ids, source.layers_to_store(self.depth))
         for side, length in zip(SIDES, ours.lengths, strict=True):
             target = self.golden.value(pair, f"aligned/{side}").double()
             # The alignment alone, without the judge: the reference's own weights on the same ids.

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attnpo.judge.base import JudgeModel, JudgePrompt, JudgeReading
-from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.schema import SIDES, Json, Message, PreferencePair, UserError
 from attnpo.system.files import parse_json
 from tests.conformance.fields import Fields
@@ -167,7 +167,7 @@ class Recorder:
 class GivenCuts:
     """The run's judge prompts, except for pairs that the reference cut: these have the reference's tokens and spans."""
 
-    def __init__(self, prompts: JudgePrompts, pairs: Sequence[GoldenPair]) -> None:
+    def __init__(self, prompts: JudgePromptBuilder, pairs: Sequence[GoldenPair]) -> None:
         self.prompts = prompts
         self.label_ids, self.fingerprint = prompts.label_ids, prompts.fingerprint
         self.cut = {pair.preference.pair_id: pair for pair in pairs if pair.cut}

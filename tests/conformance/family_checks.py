@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnpo.judge.base import JudgeReading
-from attnpo.judge.reader import CausalJudge, kernel_for
+from attnpo.judge.causal_judge import CausalJudge, kernel_for
 from attnpo.models.described import ModelDescription
 from attnpo.models.layouts import LAYOUTS, Layout, Sequences, padded_layout
 from attnpo.models.loading import inspect_model, load_config, load_model

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnpo.objectives.tidpo import TIDPO
 from attnpo.schema import SIDES, InputGradient, RowGroup, TokenStats
 from attnpo.training.pair_values import pair_values
-from attnpo.weights.sources.gradient import Gradient, Scope, importance_weights
+from attnpo.weights.sources.gradient import Gradient, NormalizationScope, importance_weights
 from tests.conformance.batches import both_sides, by_side, filled, row_group
 from tests.conformance.distributions import WAYS, LogitRows
 from tests.conformance.fields import Fields, Record
@@ -82,7 +82,7 @@ def whole_weights(
     scores, valid = both_sides(inputs, "importance_scores"), both_sides(inputs, "importance_valid") == 1
     none = torch.zeros(len(scores), dtype=torch.long)
     prompt = importance_weights(scores, valid, none.double(), none, source.lam, source.prior_sigma_div)
-    prompt = prompt[:, : inputs["prompt_tokens"]] * (source.scope is not Scope.RESPONSE)
+    prompt = prompt[:, : inputs["prompt_tokens"]] * (source.scope is not NormalizationScope.RESPONSE)
     return by_side(inputs, "importance_scores", torch.cat([prompt, weights], dim=1))
 
 

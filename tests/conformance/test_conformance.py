@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attnpo.judge.prompts import JudgeTemplate, Rendered
+from attnpo.judge.prompts import JudgeTemplate, RenderedPrompt
 from attnpo.objectives.base import LengthFrom
 from attnpo.objectives.terms import LossType, Sft
 from attnpo.text.chat import ChatFormat
@@ -125,7 +125,7 @@ def test_the_command_prints_records_and_counts(
 
 
 def test_one_call_reads_every_pair(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnpo.judge.reader import CausalJudge
+    from attnpo.judge.causal_judge import CausalJudge
 
     calls, read = [], CausalJudge.read
     monkeypatch.setattr(
@@ -252,9 +252,9 @@ def test_one_changed_number_fails_its_record(
 
 
 def moved_spans(render: Any) -> Any:
-    def broken(self: JudgeTemplate, question: str, answer_a: str, answer_b: str) -> Rendered:
+    def broken(self: JudgeTemplate, question: str, answer_a: str, answer_b: str) -> RenderedPrompt:
         text, spans = render(self, question, answer_a, answer_b)
-        return Rendered(text, {name: (begin + 2, end + 2) for name, (begin, end) in spans.items()})
+        return RenderedPrompt(text, {name: (begin + 2, end + 2) for name, (begin, end) in spans.items()})
 
     return broken
 
@@ -319,20 +319,22 @@ BREAKS: list[tuple[str, Broken, str]] = [
     (POST + "fix_sink", lambda f: lambda row, first, least: row, "attnpo_weights_layer *"),
     (POST + "fix_sink", lambda f: lambda row, first, least: f(row, first, least + 1), "extraction/sink_fix *"),
     (POST + "average_rounds", lambda f: lambda rounds: rounds[0], "attnpo_weights_layer *"),
-    (POST + "combine", lambda f: lambda rounds, order: f(rounds, type(order)("mean_then_normalize")), "attnpo_we*"),
+    (POST + "combine_rounds", lambda f: lambda rounds, order: f(rounds, type(order)("mean_then_normalize")),
+     "attnpo_we*"),
     ("attnpo.weights.pipeline.align", without_weights, "attnpo_align *"),
     ("attnpo.text.alignment.match_equal_ids", lambda f: lambda a, b: (min(len(a), len(b)), []), "extraction/alignment *"),
     ("attnpo.judge.prompts.JudgeTemplate.render", moved_spans, "extraction/span *"),
     ("attnpo.judge.prompts.JudgeTemplate.render", moved_spans, "extraction/span_cases *"),
-    ("attnpo.judge.prompts.JudgePrompts._reference_end", lambda f: lambda self, first, last, closing: last,
+    ("attnpo.judge.prompts.JudgePromptBuilder._reference_end", lambda f: lambda self, first, last, closing: last,
      "extraction/span *"),
-    ("attnpo.judge.prompts.JudgePrompts.build", swapped_rounds, "extraction/prompt *"),
+    ("attnpo.judge.prompts.JudgePromptBuilder.build", swapped_rounds, "extraction/prompt *"),
     ("attnpo.text.chat.ChatFormat.tokenize", without_last_token, "extraction/prompt *"),
     ("attnpo.text.chat.ChatFormat.encode", without_end_of_turn, "extraction/training_ids *"),
-    (TAP + "LayerAttention.rows", lambda f: lambda self, last: f(self, last - 1), "extraction/rows *"),
-    (TAP + "LayerAttention.rows", lambda f: lambda self, last: f(self, last).roll(1, 1), "extraction/rows_per_head *"),
-    ("attnpo.judge.reader.readings_of", with_other_verdicts, "extraction/verdict *"),
-    ("attnpo.weights.sources.attention.Attention.rows_read", lambda f: lambda self: (2,), "extraction/weights *"),
+    (TAP + "LayerAttention.rows_at", lambda f: lambda self, last: f(self, last - 1), "extraction/rows *"),
+    (TAP + "LayerAttention.rows_at", lambda f: lambda self, last: f(self, last).roll(1, 1),
+     "extraction/rows_per_head *"),
+    ("attnpo.judge.causal_judge.make_readings", with_other_verdicts, "extraction/verdict *"),
+    ("attnpo.weights.sources.attention.Attention.rows_to_read", lambda f: lambda self: (2,), "extraction/weights *"),
 ]  # fmt: skip
 
 
@@ -358,7 +360,7 @@ def test_a_loss_that_reads_masked_values_fails(small: Small, monkeypatch: pytest
 
 
 def test_a_judge_pass_that_breaks_runs_once(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnpo.judge.reader import CausalJudge
+    from attnpo.judge.causal_judge import CausalJudge
 
     calls: list[int] = []
 

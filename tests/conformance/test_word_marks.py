@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attnpo.config.compose import load
-from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.models.loading import load_tokenizer
 from attnpo.schema import PreferencePair
 from attnpo.text.chat import ChatFormat
@@ -116,11 +116,11 @@ def test_the_mistral_setting_reproduces_their_spans_as_its_header_says(
     keys = ["setting=mistral_7b_base_sft", "judge.span=reference"]
     if wording == "theirs":
         keys += [f"judge.template_file={tmp_path}/theirs.txt", 'judge.span_closing="\n<|The End of Answer"']
-    rules = load("fit", keys).judge.rules()
+    rules = load("fit", keys).judge.prompt_rules()
     chat = ChatFormat(load_tokenizer(vectors / "extraction_sentencepiece/tokenizer"))
     pair = PreferencePair.from_texts([{"role": "user", "content": "Why?"}], "It is because of rain.", "So.")
-    whole = JudgePrompts(load("fit", [*keys, "judge.span=touch"]).judge.rules(), chat).build(pair)
-    for short, full in zip(JudgePrompts(rules, chat).build(pair), whole, strict=True):
+    whole = JudgePromptBuilder(load("fit", [*keys, "judge.span=touch"]).judge.prompt_rules(), chat).build(pair)
+    for short, full in zip(JudgePromptBuilder(rules, chat).build(pair), whole, strict=True):
         begin, end = full.spans["chosen"]
         assert end - begin > 4 and short.spans["chosen"] == (begin, end - 2)
         begin, end = full.spans["rejected"]

@@ -46,7 +46,7 @@ def evaluate(
     return {
         **weights,
         **{name + EARLY_NAME: value for name, value in weights.items()},
-        "transport_scale": source.plan(policy, batch).scale,
+        "transport_scale": source.transport_plan(policy, batch).scale,
         "loss_per_example": output.losses,
         "loss": pair_values(policy, output, batch)["loss"].mean(),
         "chosen_rewards": output.chosen_rewards,

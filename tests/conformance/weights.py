@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.judge.attention import GivenMap, rollout_row
+from attnpo.judge.attention import EagerAttentionMap, rollout_row
 from attnpo.schema import SIDES, EncodedResponse, JudgeRound, PairWeights, TokenWeights
 from attnpo.text.alignment import AlignMethod, align
 from attnpo.weights.base import WeightSource
 from attnpo.weights.pipeline import TrainingWeights, training_weights
-from attnpo.weights.sources.reward_attention import credit
+from attnpo.weights.sources.reward_attention import response_attention
 from tests.conformance.fields import Fields, Record
 from tests.conformance.records import Check, Comparison, Item, built, compare_expected
 
@@ -94,7 +94,7 @@ def recompute_rollout(record: Record, comparison: Comparison) -> None:
     for number in (1, 2):
         maps = record.inputs.tensor(f"round{number}_attention_head_mean_per_layer")
         last = torch.tensor([maps.shape[-1] - 1])
-        row = rollout_row((GivenMap(layer[None, None]) for layer in maps.flip(0)), last)[0]
+        row = rollout_row((EagerAttentionMap(layer[None, None]) for layer in maps.flip(0)), last)[0]
         spans = [record.inputs[f"round{number}_{side}_span"] for side in SIDES]
         chosen, rejected = (_row(range(end - start), row[start:end]) for start, end in spans)
         rounds.append(JudgeRound(number == 1, chosen, rejected))
@@ -118,7 +118,7 @@ def compare_combined(
     for order_name, order in ORDERS.items():
         for suffix, first in {"": 0, "_sink_fixed": given["K"]}.items():
             source = weight_source(option, first, layer=layer, sink_min_length=shortest, round_order=order).resolve(1)
-            weights = on_training_tokens(source, captured, ids, source.capture_layers(1))
+            weights = on_training_tokens(source, captured, ids, source.layers_to_store(1))
             results |= {f"{side}_{order_name}{suffix}": getattr(weights, side) for side in SIDES}
             comparison.same("source lengths", list(weights.lengths), [float(len(ids[side])) for side in SIDES])
     comparison.same("quantities", sorted(results), sorted(record.expected))
@@ -135,10 +135,10 @@ def recompute_credit(record: Record, comparison: Comparison) -> None:
     maps = inputs.tensor("reward_model_attention_last_layer_head_mean")
     comparison.same("tokens", list(maps.shape), [before + count] * 2)
     ids = list(range(count))
-    row = credit(maps[-1:], EncodedResponse(list(range(before)), ids, _places(count)))
+    row = response_attention(maps[-1:], EncodedResponse(list(range(before)), ids, _places(count)))
     source = weight_source("reward_attention", 0, layer=1).resolve(1)
     captured = PairWeights("golden", (JudgeRound(True, row, row),))
-    found = on_training_tokens(source, captured, dict.fromkeys(SIDES, ids), source.capture_layers(1)).chosen
+    found = on_training_tokens(source, captured, dict.fromkeys(SIDES, ids), source.layers_to_store(1)).chosen
     beta, reward = given["beta"], given["terminal_reward"]
     dense = beta * reward * found
     dense[-1] += (1 - beta) * reward

@@ -27,7 +27,7 @@ from attnpo.lab.testbed.grammar import Grammar
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.schema import SIDES, EncodedResponse, JudgeRound, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.chat import ChatFormat
-from attnpo.weights.capture import Unreadable
+from attnpo.weights.capture import UnreadablePair
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.uniform import Uniform
 from attnpo.weights.sources.verbalized import Verbalized
@@ -285,7 +285,7 @@ def test_pairs_the_judge_could_not_be_shown_are_counted_by_reason(chat: ChatForm
     pairs = [make_pair(4, 8, shift=i) for i in range(4)]
     encoded = encode_pairs(pairs, chat, LengthRules(200, 100))
     rows: dict[str, PairWeights] = {
-        pair.pair_id: Unreadable(pair.pair_id, (), reason, "its story")
+        pair.pair_id: UnreadablePair(pair.pair_id, (), reason, "its story")
         for pair, reason in zip(pairs, ("too long", "odd", "too long"), strict=False)
     }
     rows[pairs[3].pair_id] = captured(pairs[3], encoded.encoded[3], {"chosen": 4, "rejected": 8})
@@ -390,7 +390,7 @@ def test_what_will_be_dropped_for_coverage_teaches_no_transform(chat: ChatFormat
 def test_a_pair_nobody_could_be_asked_about_is_dropped_with_the_reason(chat: ChatFormat) -> None:
     encoded, _, rows = scored(chat, [(4, 10), (4, 10)])
     first = encoded.pairs[0].pair_id
-    rows[first] = Unreadable(first, (), "a prompt is too long for the verbalizer", "story")
+    rows[first] = UnreadablePair(first, (), "a prompt is too long for the verbalizer", "story")
     made = prepare_examples(encoded, Verbalized(), rows, AlignRules(), layers=(0,))
     assert made.tally.counts == {f"{UNASKED}: a prompt is too long for the verbalizer": 1}
     assert len(made.examples) == 1

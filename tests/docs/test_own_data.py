@@ -27,7 +27,7 @@ from transformers import (
 from attnpo import evaluate, fit, show
 from attnpo.cli.entry import run_entry
 from attnpo.config.compose import CONFIG_DIR
-from attnpo.judge.reader import CausalJudge
+from attnpo.judge.causal_judge import CausalJudge
 from attnpo.run import messages
 from tests.conformance.family_tokenizer import BAD, GOOD, tiny_tokenizer
 from tests.docs.commands import ROOT

@@ -71,7 +71,7 @@ def test_the_study_has_its_arms(own: Path) -> None:
 
 def test_the_wording_is_the_judges(own: Path) -> None:
     judge = load("fit", [*SMALL, "judge=mine"], own).judge
-    template = JudgeTemplate.from_file(judge.rules().template_file)
+    template = JudgeTemplate.from_file(judge.prompt_rules().template_file)
     assert template.text == (own / "judge" / "mine.txt").read_text() and "Somebody asked" in template.text
 
 

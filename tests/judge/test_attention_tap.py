@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from attnpo.judge import attention
-from attnpo.judge.attention import KERNELS, MaskRule, Probe
-from attnpo.judge.reader import CausalJudge
+from attnpo.judge.attention import KERNELS, AttentionProbe, MaskRule
+from attnpo.judge.causal_judge import CausalJudge
 from attnpo.schema import UserError
 from tests.models.conftest import tiny_model
 
@@ -159,18 +159,21 @@ def test_no_tensor_of_length_times_length(tiny: Build, family: str) -> None:
 def test_mask_rule_blocks_and_bounds_by_hand() -> None:
     rule = MaskRule(lambda b, h, q, k: (k <= q) & (k > q - 2), None, 2, True)
     index = torch.arange(4)
-    assert rule.block(1, index[1:3], index).int()[0, 0].tolist() == [[1, 1, 0, 0], [0, 1, 1, 0]]
-    assert rule.block(2, torch.tensor([[0], [3]]), index).int()[:, 0, 0].tolist() == [[1, 0, 0, 0], [0, 0, 1, 1]]
-    assert rule.bounds(3, 6, 10) == (2, 6)
+    assert rule.allowed_block(1, index[1:3], index).int()[0, 0].tolist() == [[1, 1, 0, 0], [0, 1, 1, 0]]
+    assert rule.allowed_block(2, torch.tensor([[0], [3]]), index).int()[:, 0, 0].tolist() == [
+        [1, 0, 0, 0],
+        [0, 0, 1, 1],
+    ]
+    assert rule.visible_keys(3, 6, 10) == (2, 6)
     padded = MaskRule(lambda b, h, q, k: k <= q, torch.tensor([[True, False, True]]), None, True)
-    assert padded.block(1, torch.tensor([2]), index[:3]).int()[0, 0].tolist() == [[1, 0, 1]]
-    assert MaskRule(rule.function, None, None, False).bounds(3, 6, 10) == (0, 10)
+    assert padded.allowed_block(1, torch.tensor([2]), index[:3]).int()[0, 0].tolist() == [[1, 0, 1]]
+    assert MaskRule(rule.function, None, None, False).visible_keys(3, 6, 10) == (0, 10)
 
 
 def test_a_silent_layer_is_named() -> None:
-    probe = Probe(torch.tensor([0]), [1, 2], depth=4, per_head=False, rollout=False, stop=False)
+    probe = AttentionProbe(torch.tensor([0]), [1, 2], depth=4, per_head=False, rollout=False, stop=False)
     with pytest.raises(UserError, match="layer 3 gave no softmax attention"):
-        probe.require({1: None}, [1, 2])
+        probe.check_layers_read({1: None}, [1, 2])
 
 
 def test_a_prepared_mask_is_refused(tiny: Build) -> None:

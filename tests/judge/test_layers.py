@@ -7,12 +7,12 @@ import pytest
 from attnpo.judge.layers import (
     Depth,
     HeadRow,
-    Row,
-    attending,
+    StoredRow,
+    describe_rows,
     distinct_layers,
     layer_column,
+    layers_with_attention,
     resolve_layer,
-    rows_in_words,
 )
 from attnpo.schema import UserError
 from attnpo.weights.sources.attention import Attention
@@ -41,11 +41,11 @@ def test_distinct_layers_keep_every_name_and_rise(caplog: pytest.LogCaptureFixtu
     caplog.set_level("INFO")
     assert distinct_layers(["last", 1, "1/4"], 32, "study.layers") == {1: ["1"], 8: ["1/4"], 32: ["last"]}
     assert distinct_layers([2, "1/2", "last"], 2, "study.layers") == {1: ["1/2"], 2: ["2", "last"]}
-    assert caplog.messages == ["study.layers: 2, last are one and the same here: layer 2 of 2"]
-    with pytest.raises(UserError, match=r"^study\.layers: expected every layer once, got 2 twice in \['2', '2'\]"):
+    assert caplog.messages == ["study.layers: 2, last are the same layer here: layer 2 of 2"]
+    with pytest.raises(UserError, match=r"^study\.layers: expected each layer once, got 2 twice in \['2', '2'\]"):
         distinct_layers([2, "2"], 2, "study.layers")
     for layers, name in (((1, 1), "1"), (("last", 2, " Last"), "last"), (("1/4", "1/4"), "1/4")):
-        with pytest.raises(UserError, match=rf"weights\.layers: expected every layer once, got {name} twice"):
+        with pytest.raises(UserError, match=rf"weights\.layers: expected each layer once, got {name} twice"):
             Attention(layers=layers).resolve(32)
 
 
@@ -58,18 +58,24 @@ def test_distinct_layers_keep_every_name_and_rise(caplog: pytest.LogCaptureFixtu
         ((HeadRow(1, 3), HeadRow(1, 32), HeadRow(12, 3)), ["L01H03", "L01H32", "L12H03"], "2 layers x 2 heads"),
     ],
 )
-def test_rows_have_columns_and_words(rows: tuple[Row, ...], columns: list[str], words: str) -> None:
+def test_rows_have_columns_and_words(rows: tuple[StoredRow, ...], columns: list[str], words: str) -> None:
     assert [layer_column(row) for row in rows] == columns
-    assert rows_in_words(rows) == words
+    assert describe_rows(rows) == words
 
 
 def test_hybrids_count_layers_with_attention() -> None:
     depth = Depth(12, (4, 8, 12))
-    assert attending(depth) == (4, 8, 12) and attending(3) == (1, 2, 3) and attending(Depth(2)) == (1, 2)
+    assert (
+        layers_with_attention(depth) == (4, 8, 12)
+        and layers_with_attention(3) == (1, 2, 3)
+        and layers_with_attention(Depth(2)) == (1, 2)
+    )
     assert [resolve_layer(name, depth) for name in ("1/4", "1/3", "2/3", "last", 8)] == [4, 4, 8, 12, 8]
     assert resolve_layer("last", Depth(12, (4, 8))) == 8
-    assert max(Depth(4), depth) is depth and attending(pickle.loads(pickle.dumps(depth))) == (4, 8, 12)
-    with pytest.raises(UserError, match=r"weights\.layer=5: .* has no softmax attention .*one of the layers 4, 8, 12"):
+    assert max(Depth(4), depth) is depth and layers_with_attention(pickle.loads(pickle.dumps(depth))) == (4, 8, 12)
+    with pytest.raises(
+        UserError, match=r"weights\.layer=5: .* has no readable softmax attention.*one of the layers 4, 8, 12"
+    ):
         resolve_layer(5, depth)
     with pytest.raises(UserError, match="expected one of the layers 4, 8, 12 that have attention"):
         resolve_layer(13, depth)
@@ -77,7 +83,7 @@ def test_hybrids_count_layers_with_attention() -> None:
 
 def test_all_stored_layers_and_rollout_go_by_the_layers_with_attention() -> None:
     depth = Depth(4, (2, 4))
-    assert Attention().capture_layers(depth) == (2, 4) and Attention("last").resolve(depth).layer == 4
+    assert Attention().layers_to_store(depth) == (2, 4) and Attention("last").resolve(depth).layer == 4
     assert Rollout().resolve(4) == Rollout()
-    with pytest.raises(UserError, match=r"weights=rollout .* in 2 of 4 layers only \(2, 4\)"):
+    with pytest.raises(UserError, match=r"weights=rollout .* in only 2 of 4 layers \(2, 4\)"):
         Rollout().resolve(depth)

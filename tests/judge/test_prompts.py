@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from attnpo.judge.base import JudgePrompt
 from attnpo.judge.prompts import (
-    JudgePrompts,
+    JudgePromptBuilder,
     JudgeTemplate,
-    first_tokens,
-    last_tokens,
+    allocate_tokens,
+    count_first_tokens,
+    last_tokens_start,
     question_text,
-    share_room,
 )
 from attnpo.judge.settings import Assembly, JudgeRules, SpanMode, TraceRules
 from attnpo.schema import SIDES, Message, PreferencePair, UserError
@@ -62,7 +62,7 @@ def test_ids_and_spans_of_the_reference(
     Both rules keep 768 tokens of each response. They differ in what is left to a long question: ours what fits, the
     reference's 300 tokens less than max_length less the responses.
     """
-    prompts = JudgePrompts(JudgeRules(str(golden / "template.txt"), span=mode), formats("golden"))
+    prompts = JudgePromptBuilder(JudgeRules(str(golden / "template.txt"), span=mode), formats("golden"))
     same = 0
     for pair in golden_pairs:
         built = prompts.build(pair_of(pair["prompt"], pair["chosen"], pair["rejected"]))
@@ -83,7 +83,7 @@ def test_ids_and_spans_of_the_reference(
 
 def test_awkward_texts_of_the_reference(formats: Formats, golden: Path) -> None:
     cases = json.loads((golden / "span_cases.json").read_text())
-    prompts = JudgePrompts(JudgeRules(str(golden / "template.txt"), strip=False), formats("golden"))
+    prompts = JudgePromptBuilder(JudgeRules(str(golden / "template.txt"), strip=False), formats("golden"))
     template = JudgeTemplate.from_file(golden / "template.txt")
     assert len(cases) > 10
     for case in cases:
@@ -137,7 +137,7 @@ def test_unreadable_template_files(tmp_path: Path, formats: Formats) -> None:
     (tmp_path / "latin").write_bytes(b"\xff\xfe {question}")
     for name in ("missing", "latin", "."):
         with pytest.raises(UserError, match=r"judge\.template_file: cannot read"):
-            JudgePrompts(JudgeRules(str(tmp_path / name)), formats("golden"))
+            JudgePromptBuilder(JudgeRules(str(tmp_path / name)), formats("golden"))
 
 
 def test_questions_of_several_turns() -> None:
@@ -155,7 +155,7 @@ def test_both_assemblies_of_any_texts(formats: Formats, rules: JudgeRules, name:
     """TEXT covers the whole responses without outer blanks; IDS holds exactly the training tokens with characters."""
     chat = formats(name)
     blank = chat.tokenize(" ", start=False)[0]
-    whole, spliced = (JudgePrompts(replace(rules, assembly=one), chat) for one in Assembly)
+    whole, spliced = (JudgePromptBuilder(replace(rules, assembly=one), chat) for one in Assembly)
 
     @settings(max_examples=12)
     @given(question=AWKWARD, chosen=AWKWARD, rejected=AWKWARD)
@@ -191,7 +191,10 @@ def test_prompts_with_and_without_chat_template_and_prefill(formats: Formats, ru
     bos, wanted = chat.tokenizer.bos_token_id, 0 if name.startswith("gpt2") else 1
     for assembly, plain in product(Assembly, (True, False)):
         bare = replace(rules, assembly=assembly, chat=plain)
-        without, with_it = JudgePrompts(bare, chat), JudgePrompts(replace(bare, prefill="\nThe better letter:"), chat)
+        without, with_it = (
+            JudgePromptBuilder(bare, chat),
+            JudgePromptBuilder(replace(bare, prefill="\nThe better letter:"), chat),
+        )
         # After a special token Mistral's vocabulary opens a word; after a colon it does not.
         labels = ["▁A", "▁B"] if name == "mistral" and plain else ["A", "B"]
         assert chat.tokenizer.convert_ids_to_tokens(list(without.label_ids)) == labels
@@ -210,8 +213,8 @@ def test_ids_assembly_of_a_letter_by_letter_prompt(formats: Formats, rules: Judg
     chat = formats("edge_merge")
     pair = pair_of("Why?", "It is so.", "No")
     stop = chat.tokenizer.convert_tokens_to_ids(".")
-    whole, _ = JudgePrompts(rules, chat).build(pair)
-    spliced, _ = JudgePrompts(replace(rules, assembly=Assembly.IDS), chat).build(pair)
+    whole, _ = JudgePromptBuilder(rules, chat).build(pair)
+    spliced, _ = JudgePromptBuilder(replace(rules, assembly=Assembly.IDS), chat).build(pair)
     (begin, end), (begin_spliced, end_spliced) = whole.spans["chosen"], spliced.spans["chosen"]
     assert chat.tokenizer.decode(whole.input_ids[begin:end]) == "It is so.\n"
     assert whole.offsets["chosen"][-1] == spliced.offsets["chosen"][-1] == (8, 9)
@@ -225,8 +228,8 @@ def test_ids_assembly_of_a_letter_by_letter_prompt(formats: Formats, rules: Judg
 def test_reference_spans_end_early_but_keep_one_token(formats: Formats, rules: JudgeRules, assembly: Assembly) -> None:
     """Behind the response stand a newline and "###": the official span ends two tokens before "###"."""
     chat = formats("gpt2_plain")  # keeps every newline apart
-    prompts = JudgePrompts(replace(rules, assembly=assembly, span=SpanMode.REFERENCE), chat)
-    touch = JudgePrompts(replace(rules, assembly=assembly), chat)
+    prompts = JudgePromptBuilder(replace(rules, assembly=assembly, span=SpanMode.REFERENCE), chat)
+    touch = JudgePromptBuilder(replace(rules, assembly=assembly), chat)
     pair = pair_of("Why?", "one two three", "one")
     for short, full in zip(prompts.build(pair), touch.build(pair), strict=True):
         assert short.input_ids == full.input_ids
@@ -243,7 +246,7 @@ def test_where_reference_spans_end(
 ) -> None:
     """Tokens after the three of "one two three": a newline and "###". The span ends ``drop`` before ``closing``."""
     asked = replace(rules, assembly=assembly, span=SpanMode.REFERENCE, span_closing=closing, span_drop=drop)
-    rounds = JudgePrompts(asked, formats("gpt2_plain"))
+    rounds = JudgePromptBuilder(asked, formats("gpt2_plain"))
     for prompt in rounds.build(pair_of("Why?", "one two three", "one")):
         assert len(prompt.offsets["chosen"]) == kept == prompt.spans["chosen"][1] - prompt.spans["chosen"][0]
 
@@ -255,14 +258,14 @@ def test_reference_spans_need_text_after_the_answers(
     path = tmp_path / "t.txt"
     path.write_text(text)
     with pytest.raises(UserError, match=r"judge\.span"):
-        JudgePrompts(JudgeRules(str(path), span=SpanMode.REFERENCE, span_closing=closing), formats("golden"))
+        JudgePromptBuilder(JudgeRules(str(path), span=SpanMode.REFERENCE, span_closing=closing), formats("golden"))
 
 
 def test_answers_at_the_edges_of_a_trimming_template(formats: Formats, tmp_path: Path) -> None:
     """The chat template trims the message, so blanks of the answers at its two ends are not shown."""
     path = tmp_path / "t.txt"
     path.write_text("{answer_a}|{question}|{answer_b}")
-    prompts = JudgePrompts(JudgeRules(str(path), strip=False), formats("edge_merge"))
+    prompts = JudgePromptBuilder(JudgeRules(str(path), strip=False), formats("edge_merge"))
     first, second = prompts.build(pair_of("Why?", "  red \n", " blue  "))
     assert shown_text(first, "chosen", "  red \n") == "red \n"
     assert shown_text(first, "rejected", " blue  ") == " blue"
@@ -272,7 +275,7 @@ def test_answers_at_the_edges_of_a_trimming_template(formats: Formats, tmp_path:
 
 def test_a_chat_template_that_rewrites_messages_is_refused(formats: Formats, rules: JudgeRules) -> None:
     chat = formats("gpt2_plain", PLAIN.replace("m['content']", "m['content'] | replace('two', '2')"))
-    prompts = JudgePrompts(rules, chat)
+    prompts = JudgePromptBuilder(rules, chat)
     prompts.build(pair_of("Why?", "one", "three"))
     with pytest.raises(UserError, match=r"^pair [0-9a-f]{32}: the chat template changes a user message"):
         prompts.build(pair_of("Why?", "one", "two"))
@@ -280,7 +283,7 @@ def test_a_chat_template_that_rewrites_messages_is_refused(formats: Formats, rul
 
 @pytest.mark.parametrize("assembly", list(Assembly))
 def test_lone_surrogates_name_the_pair(formats: Formats, rules: JudgeRules, assembly: Assembly) -> None:
-    prompts = JudgePrompts(replace(rules, assembly=assembly), formats("golden"))
+    prompts = JudgePromptBuilder(replace(rules, assembly=assembly), formats("golden"))
     for texts, where in (
         (("\ud800", "a", "b"), "the prompt"),
         (("q", "\ud800", "b"), "the chosen response"),
@@ -296,30 +299,30 @@ def test_lone_surrogates_name_the_pair(formats: Formats, rules: JudgeRules, asse
 
 def test_shares_of_the_room() -> None:
     # Decision 10: 768 tokens each, the question keeps the rest.
-    assert share_room(1900, 5000, [3000, 900], 768) == (364, [768, 768])
-    assert share_room(1900, 5000, [3000, 20], 768) == (1112, [768, 20])
-    assert share_room(1900, 10, [3000, 3000], 768) == (10, [768, 768])
+    assert allocate_tokens(1900, 5000, [3000, 900], 768) == (364, [768, 768])
+    assert allocate_tokens(1900, 5000, [3000, 20], 768) == (1112, [768, 20])
+    assert allocate_tokens(1900, 10, [3000, 3000], 768) == (10, [768, 768])
     # A small room: an eighth (50) stays the question's, the responses share 350.
-    assert share_room(400, 100, [600, 700], 768) == (50, [175, 175])
-    assert share_room(400, 100, [600, 100], 768) == (50, [250, 100])
-    assert share_room(400, 100, [100, 600], 768) == (50, [100, 250])
-    assert share_room(400, 8, [600, 600], 768) == (8, [196, 196])
-    assert share_room(3, 9, [9, 9], 768) == (0, [1, 1])
+    assert allocate_tokens(400, 100, [600, 700], 768) == (50, [175, 175])
+    assert allocate_tokens(400, 100, [600, 100], 768) == (50, [250, 100])
+    assert allocate_tokens(400, 100, [100, 600], 768) == (50, [100, 250])
+    assert allocate_tokens(400, 8, [600, 600], 768) == (8, [196, 196])
+    assert allocate_tokens(3, 9, [9, 9], 768) == (0, [1, 1])
 
 
 @given(st.integers(3, 60), st.integers(0, 90), *[st.integers(1, 90)] * 3)
 def test_shares_fit_and_leave_something(room: int, question: int, a: int, b: int, most: int) -> None:
-    keep, (kept_a, kept_b) = share_room(room, question, [a, b], most)
+    keep, (kept_a, kept_b) = allocate_tokens(room, question, [a, b], most)
     assert keep + kept_a + kept_b <= room
     assert 0 <= keep <= question and 1 <= kept_a <= min(a, most) and 1 <= kept_b <= min(b, most)
-    assert share_room(room, question, [b, a], most) == (keep, [kept_b, kept_a])
+    assert allocate_tokens(room, question, [b, a], most) == (keep, [kept_b, kept_a])
 
 
 def test_cuts_never_split_a_character() -> None:
     """Tokens: two on character 0, one on character 1, three on character 2, two that overlap (as in gpt2)."""
     places = [(0, 1), (0, 1), (1, 2), (2, 3), (2, 3), (2, 3), (3, 5), (4, 5)]
-    assert [first_tokens(places, keep) for keep in range(9)] == [2, 2, 2, 3, 3, 3, 6, 6, 8]
-    assert [last_tokens(places, keep, 5) for keep in range(9)] == [5, 5, 3, 3, 3, 2, 1, 1, 0]
+    assert [count_first_tokens(places, keep) for keep in range(9)] == [2, 2, 2, 3, 3, 3, 6, 6, 8]
+    assert [last_tokens_start(places, keep, 5) for keep in range(9)] == [5, 5, 3, 3, 3, 2, 1, 1, 0]
 
 
 @pytest.mark.parametrize("assembly", list(Assembly))
@@ -334,8 +337,8 @@ def test_long_prompts_are_cut_at_characters(formats, small, name, assembly, data
     pair = pair_of(data.draw(texts), "c" + data.draw(texts) + "c", "r" + data.draw(texts))
     limit = data.draw(st.integers(110, 300))
     rules = JudgeRules(str(small), assembly=assembly, max_length=limit, max_response_length=90)
-    prompts = JudgePrompts(rules, chat)
-    whole = JudgePrompts(replace(rules, max_length=10**6), chat).build(pair)
+    prompts = JudgePromptBuilder(rules, chat)
+    whole = JudgePromptBuilder(replace(rules, max_length=10**6), chat).build(pair)
     rounds = prompts.build(pair)
     too_long = max(len(prompt.input_ids) for prompt in whole) >= rules.max_length
     assert [prompt.cut for prompt in rounds] == [too_long, too_long]
@@ -353,7 +356,7 @@ def test_long_prompts_are_cut_at_characters(formats, small, name, assembly, data
 
 def test_what_a_cut_keeps(formats: Formats, rules: JudgeRules) -> None:
     """gpt2, words of one token: the responses keep 20 tokens, the question its last ones up to the limit."""
-    prompts = JudgePrompts(replace(rules, max_length=120, max_response_length=20), formats("gpt2_plain"))
+    prompts = JudgePromptBuilder(replace(rules, max_length=120, max_response_length=20), formats("gpt2_plain"))
     pair = pair_of("start" + " why" * 100, "good" + " yes" * 49, "bad" + " no" * 9)
     first, second = prompts.build(pair)
     assert first.cut and second.cut
@@ -362,16 +365,16 @@ def test_what_a_cut_keeps(formats: Formats, rules: JudgeRules) -> None:
     text = prompts.chat.tokenizer.decode(first.input_ids)
     assert "start" not in text and "\n### First\ngood" + " yes" * 19 + "\n### Second\nbad" + " no" * 9 + "\n###" in text
     # A round of exactly max_length tokens is cut, one of a token less is not.
-    free = JudgePrompts(replace(rules, max_length=10**6), formats("gpt2_plain")).build(pair)
+    free = JudgePromptBuilder(replace(rules, max_length=10**6), formats("gpt2_plain")).build(pair)
     length = max(len(prompt.input_ids) for prompt in free)
     for limit, cut in ((length, True), (length + 1, False)):
-        built = JudgePrompts(replace(rules, max_length=limit), formats("gpt2_plain")).build(pair)
+        built = JudgePromptBuilder(replace(rules, max_length=limit), formats("gpt2_plain")).build(pair)
         assert [prompt.cut for prompt in built] == [cut, cut]
 
 
 def test_a_template_that_does_not_fit(formats: Formats, rules: JudgeRules) -> None:
     with pytest.raises(UserError, match=r"judge\.max_length is 20, but the judge template alone takes about"):
-        JudgePrompts(replace(rules, max_length=20), formats("golden"))
+        JudgePromptBuilder(replace(rules, max_length=20), formats("golden"))
     with pytest.raises(UserError, match=r"judge\.max_response_length must be at least 1"):
         replace(rules, max_response_length=0)
 
@@ -384,7 +387,7 @@ def test_labels_follow_the_prefill(formats: Formats, rules: JudgeRules) -> None:
     chat = formats("gpt2_chatml")
     after = {"The better answer is (": ("A", "B"), "The better answer is": (" A", " B")}
     for prefill, labels in after.items():
-        prompts = JudgePrompts(replace(rules, prefill=prefill, labels=labels), chat)
+        prompts = JudgePromptBuilder(replace(rules, prefill=prefill, labels=labels), chat)
         assert chat.tokenizer.convert_ids_to_tokens(list(prompts.label_ids)) == [
             label.replace(" ", "\u0120") for label in labels
         ]
@@ -393,7 +396,7 @@ def test_labels_follow_the_prefill(formats: Formats, rules: JudgeRules) -> None:
 
 
 def test_refused_prefills(formats: Formats, rules: JudgeRules) -> None:
-    with pytest.raises(UserError, match=r"judge\.prefill: .* or null for none"):
+    with pytest.raises(UserError, match=r"judge\.prefill: .* or null"):
         replace(rules, prefill="")
     blank = r"one token with the label 'A'.*judge\.prefill='The better answer is'"
     for name, prefill, story in (
@@ -402,16 +405,16 @@ def test_refused_prefills(formats: Formats, rules: JudgeRules) -> None:
         ("gpt2_plain", "Answer: A", r"one token with the label 'A'.*end it before the letter's token"),
     ):
         with pytest.raises(UserError, match=story):
-            JudgePrompts(replace(rules, prefill=prefill), formats(name))
+            JudgePromptBuilder(replace(rules, prefill=prefill), formats(name))
 
 
 def test_labels_with_a_blank_and_refused_labels(formats: Formats, rules: JudgeRules) -> None:
     chat = formats("gpt2_plain")
-    found = JudgePrompts(replace(rules, labels=(" A", " B")), chat).label_ids
+    found = JudgePromptBuilder(replace(rules, labels=(" A", " B")), chat).label_ids
     assert chat.tokenizer.convert_ids_to_tokens(list(found)) == ["ĠA", "ĠB"]
     with pytest.raises(UserError, match=r"judge\.labels: 'Answer A' is 2 tokens"):
-        _ = JudgePrompts(replace(rules, labels=("Answer A", "B")), chat).label_ids
-    with pytest.raises(UserError, match=r"judge\.labels: expected two that differ, got A twice"):
+        _ = JudgePromptBuilder(replace(rules, labels=("Answer A", "B")), chat).label_ids
+    with pytest.raises(UserError, match=r"judge\.labels: expected two different labels, got A twice"):
         replace(rules, labels=("A", "A"))
 
 
@@ -435,11 +438,13 @@ def test_every_rule_changes_the_fingerprint(formats: Formats, rules: JudgeRules,
     reference = {"span_closing": "\n###", "span_drop": 1}  # without a reference span they change nothing
     assert set(changes) | set(reference) == set(JudgeRules.__dataclass_fields__)
     chat = formats("golden")
-    prints = [JudgePrompts(rules, chat).fingerprint()]
-    prints += [JudgePrompts(replace(rules, **{key: value}), chat).fingerprint() for key, value in changes.items()]
+    prints = [JudgePromptBuilder(rules, chat).fingerprint()]
+    prints += [JudgePromptBuilder(replace(rules, **{key: value}), chat).fingerprint() for key, value in changes.items()]
     spans = replace(rules, span=SpanMode.REFERENCE)
-    prints += [JudgePrompts(replace(spans, **{key: value}), chat).fingerprint() for key, value in reference.items()]
-    prints += [JudgePrompts(rules, formats("golden", PLAIN)).fingerprint()]
+    prints += [
+        JudgePromptBuilder(replace(spans, **{key: value}), chat).fingerprint() for key, value in reference.items()
+    ]
+    prints += [JudgePromptBuilder(rules, formats("golden", PLAIN)).fingerprint()]
     assert len({json.dumps(value, sort_keys=True) for value in prints}) == len(prints)
-    assert JudgePrompts(replace(rules, template_file=str(same)), chat).fingerprint() == prints[0]
-    assert JudgePrompts(replace(rules, **reference), chat).fingerprint() == prints[0]
+    assert JudgePromptBuilder(replace(rules, template_file=str(same)), chat).fingerprint() == prints[0]
+    assert JudgePromptBuilder(replace(rules, **reference), chat).fingerprint() == prints[0]

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from attnpo.judge.base import JudgeModel
-from attnpo.judge.reader import CausalJudge
+from attnpo.judge.causal_judge import CausalJudge
 from attnpo.models.loading import load_model
 from attnpo.schema import UserError
 from tests.conformance.drawn import model_folder

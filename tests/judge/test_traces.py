@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from attnpo.judge.base import WrittenTrace
-from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.judge.settings import Assembly, JudgeRules, TraceRules
 from attnpo.judge.traces import TraceWriter
 from attnpo.schema import Message, PreferencePair, Sampling, UserError
@@ -34,28 +34,28 @@ def test_the_prompt_is_that_without_a_prefill_which_comes_after_the_trace(
     formats: Formats, rules: JudgeRules, name: str, assembly: Assembly
 ) -> None:
     chat, bare = formats(name), replace(rules, assembly=assembly)
-    prompts = JudgePrompts(replace(bare, trace=THINKS, prefill=PREFILL), chat)
-    assert prompts.build(PAIR) == JudgePrompts(bare, chat).build(PAIR)
+    prompts = JudgePromptBuilder(replace(bare, trace=THINKS, prefill=PREFILL), chat)
+    assert prompts.build(PAIR) == JudgePromptBuilder(bare, chat).build(PAIR)
     after = prompts.after_trace
     assert after is not None
     assert chat.tokenizer.decode(after.closing).strip() == "</think>"
     assert chat.tokenizer.decode([*after.closing, *after.prefill]).strip() == f"</think>{PREFILL}"
     assert [chat.tokenizer.decode([label]).strip() for label in prompts.label_ids] == ["A", "B"]
-    assert JudgePrompts(bare, chat).after_trace is None
+    assert JudgePromptBuilder(bare, chat).after_trace is None
 
 
 @pytest.mark.parametrize("assembly", list(Assembly))
 def test_max_length_holds_for_prompt_trace_and_prefill(formats: Formats, rules: JudgeRules, assembly: Assembly) -> None:
     long = PreferencePair.from_texts([Message(role="user", content="why " * 60)], "yes " * 80, "no " * 80)
     cuts = replace(rules, assembly=assembly, max_length=200, trace=THINKS, prefill=PREFILL)
-    prompts = JudgePrompts(cuts, formats("gpt2_chatml"))
+    prompts = JudgePromptBuilder(cuts, formats("gpt2_chatml"))
     assert prompts.after_trace is not None
-    free = THINKS.max_new_tokens + prompts.after_trace.size
+    free = THINKS.max_new_tokens + prompts.after_trace.token_count
     rounds = prompts.build(long)
     assert 200 - 8 < max(len(prompt.input_ids) for prompt in rounds) + free < 200
     assert all(prompt.cut for prompt in rounds)
-    with pytest.raises(UserError, match=r"judge\.max_length is 60, but .* and judge\.trace keeps \d+ free: raise it"):
-        JudgePrompts(replace(cuts, max_length=60), formats("gpt2_chatml"))
+    with pytest.raises(UserError, match=r"judge\.max_length is 60, but .* and judge\.trace reserves \d+: raise it"):
+        JudgePromptBuilder(replace(cuts, max_length=60), formats("gpt2_chatml"))
 
 
 def test_what_closes_a_trace_by_itself_is_refused(formats: Formats, rules: JudgeRules) -> None:
@@ -65,17 +65,17 @@ def test_what_closes_a_trace_by_itself_is_refused(formats: Formats, rules: Judge
     on = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
     assert off != CHATML != on
     thinks = replace(rules, trace=THINKS)
-    JudgePrompts(thinks, formats("gpt2_chatml", on))
-    with pytest.raises(UserError, match=r"prompt ends in .*judge\.trace\.until='</think>' already.*chat_template_kwa"):
-        JudgePrompts(thinks, formats("gpt2_chatml", off))
+    JudgePromptBuilder(thinks, formats("gpt2_chatml", on))
+    with pytest.raises(UserError, match=r"prompt ends in .*judge\.trace\.until='</think>'.*chat_template_kwa"):
+        JudgePromptBuilder(thinks, formats("gpt2_chatml", off))
     plain = Path(rules.template_file).with_name("plain.txt")
     plain.write_text(f"{WORDING}</think>\n")
     with pytest.raises(UserError, match=r"judge\.trace: the judge's prompt ends in"):
-        JudgePrompts(replace(thinks, template_file=str(plain), chat=False), formats("gpt2_plain"))
+        JudgePromptBuilder(replace(thinks, template_file=str(plain), chat=False), formats("gpt2_plain"))
     plain.write_text(f"Think, then write </think>.\n{WORDING}")
-    JudgePrompts(replace(thinks, template_file=str(plain)), formats("gpt2_plain"))
-    with pytest.raises(UserError, match=r"judge\.prefill='</think> So:' closes a trace by itself"):
-        JudgePrompts(replace(thinks, prefill="</think> So:"), formats("gpt2_chatml"))
+    JudgePromptBuilder(replace(thinks, template_file=str(plain)), formats("gpt2_plain"))
+    with pytest.raises(UserError, match=r"judge\.prefill='</think> So:' contains the end of a trace"):
+        JudgePromptBuilder(replace(thinks, prefill="</think> So:"), formats("gpt2_chatml"))
 
 
 def test_settings_and_what_identifies_them() -> None:

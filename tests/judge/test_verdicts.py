@@ -9,11 +9,11 @@ from attnpo.judge.base import JudgeReading
 from attnpo.judge.verdicts import (
     JudgeStatistics,
     LabelMass,
-    in_words,
+    compute_label_mass,
+    describe_texts,
     judge_statistics,
     judge_warning,
-    mass_of,
-    wilson,
+    wilson_interval,
 )
 from attnpo.schema import JudgeRound, PairWeights, TokenWeights
 
@@ -63,7 +63,7 @@ def told(accuracy: float, pairs: int, other: float = 0.0, consistency: float = 0
 def test_the_interval_is_wilsons() -> None:
     """Newcombe (1998), table I: 81 of 263, 15 of 148 and 0 of 20 by method 3."""
     for right, count, expected in ((81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)), (0, 20, (0.0, 0.1611))):
-        assert wilson(right / count, count) == pytest.approx(expected, abs=5e-5)
+        assert wilson_interval(right / count, count) == pytest.approx(expected, abs=5e-5)
 
 
 def test_a_judge_that_a_coin_might_be_is_warned_of() -> None:
@@ -85,8 +85,8 @@ def test_most_verdicts_without_a_label_are_told_whatever_the_accuracy() -> None:
     assert told(0.9, 400, other=0.5) is None
     for pairs in (5, 400):
         assert told(0.9, pairs, other=0.51) == (
-            "the judge does not answer as it is asked to: 51 % of its verdicts name no label; choose another judge or "
-            "wording (judge=...)"
+            "the judge does not answer in the requested form: 51 % of its verdicts name no label; choose another "
+            "judge or wording (judge=...)"
         )
 
 
@@ -113,20 +113,23 @@ def reading(first: float, second: float, token: int) -> JudgeReading:
 
 def test_mass_and_texts_by_hand() -> None:
     readings = [reading(0.5, 0.25, A), reading(0.125, 0.0, OTHER), reading(0.0625, 0.0625, OTHER)]
-    mass = mass_of(readings, TEXTS.__getitem__)
+    mass = compute_label_mass(readings, TEXTS.__getitem__)
     assert mass.share == pytest.approx((0.75 + 0.125 + 0.125) / 3) and mass.prompts == 3
     assert mass.written == (("<think>", 2), (" A", 1))
-    assert "33.3 % of the probability" in mass.text() and "'<think>' (2 of 3), ' A' (1 of 3)" in mass.text()
+    assert (
+        "33.3 % of the probability" in mass.describe_share()
+        and "'<think>' (2 of 3), ' A' (1 of 3)" in mass.describe_share()
+    )
 
 
 def test_a_problem_begins_below_the_minimum() -> None:
     mass = LabelMass(0.5, 4, (("<think>", 4),))
-    assert mass.problem(0.5) is None
-    told = mass.problem(math.nextafter(0.5, 1))
+    assert mass.describe_shortfall(0.5) is None
+    told = mass.describe_shortfall(math.nextafter(0.5, 1))
     assert told is not None and "'<think>' (4 of 4)" in told and "judge.prefill" in told and "judge.labels" in told
 
 
 def test_what_is_not_known() -> None:
     with pytest.raises(ValueError, match="verdicts"):
-        mass_of([JudgeReading(torch.zeros(0, 3))], TEXTS.__getitem__)
-    assert in_words((), 4) == "unknown tokens"
+        compute_label_mass([JudgeReading(torch.zeros(0, 3))], TEXTS.__getitem__)
+    assert describe_texts((), 4) == "unknown tokens"

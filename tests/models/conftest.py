@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from attnpo.judge.reader import CausalJudge
+from attnpo.judge.causal_judge import CausalJudge
 from attnpo.models.scored import ScoredLM
 from tests.models.classes import OWN, SHAPE
 

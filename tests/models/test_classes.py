@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaConfig
 
-from attnpo.judge.reader import CausalJudge, kernel_for
+from attnpo.judge.causal_judge import CausalJudge, kernel_for
 from attnpo.models.described import check_exact_length, describe_model, exact_length, position_warning, stated_positions
 from attnpo.models.generate import context_length
 from attnpo.models.loading import inspect_model, load_model, num_heads

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from attnpo.data.collate import collate
-from attnpo.judge.reader import CausalJudge
+from attnpo.judge.causal_judge import CausalJudge
 from attnpo.models import packed_attention
 from attnpo.models.layouts import LAYOUTS, Sequences, packed_layout, padded_layout, shared_prefix_layout
 from attnpo.models.packed_attention import (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Llama4TextConfig, PreTrainedModel
 
-from attnpo.judge.reader import CausalJudge
+from attnpo.judge.causal_judge import CausalJudge
 from attnpo.models.prompt_rows import WORTH, pack_prompts, row_batches
 from tests.models.classes import SHAPE
 from tests.models.conftest import FAMILIES
@@ -81,7 +81,7 @@ def test_rows_of_wide_models_are_short_on_a_cpu(
 ) -> None:
     model, prompts = tiny("llama"), judged(5)
     whole = CausalJudge(model).read(prompts, layers=LAYERS, label_ids=(4, 5))
-    monkeypatch.setattr("attnpo.judge.reader.ROW_BYTES", 1)
+    monkeypatch.setattr("attnpo.judge.causal_judge.ROW_BYTES", 1)
     judge = CausalJudge(model)
     sizes = batch_sizes(judge)
     short = judge.read(prompts, layers=LAYERS, label_ids=(4, 5))
@@ -89,7 +89,7 @@ def test_rows_of_wide_models_are_short_on_a_cpu(
     for one, other in zip(short, whole, strict=True):
         assert torch.allclose(one.rows, other.rows, rtol=0, atol=1e-5) and one.verdict_token == other.verdict_token
     sizes.clear()
-    monkeypatch.setattr("attnpo.judge.reader.ROW_BYTES", 48 * 4 * sum(map(len, prompts)))
+    monkeypatch.setattr("attnpo.judge.causal_judge.ROW_BYTES", 48 * 4 * sum(map(len, prompts)))
     judge.read(prompts, layers=LAYERS)
     assert sizes == [10]
     judge.token_budget = 1

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PretrainedConfig
 
 from attnpo.judge.attention import LayerAttention
-from attnpo.judge.reader import CausalJudge
+from attnpo.judge.causal_judge import CausalJudge
 
 LENGTHS = (512, 1024, 2048)
 BOUND = 1.1
@@ -106,7 +106,7 @@ def test_prompts_of_8k_and_16k_tokens_are_read_in_linear_memory() -> None:
 def test_a_map_of_length_times_length_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     def whole(self: LayerAttention) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         index = torch.arange(self.query.shape[2])
-        yield slice(0, len(index)), slice(0, len(index)), self.rule.block(self.query.shape[0], index, index)
+        yield slice(0, len(index)), slice(0, len(index)), self.rule.allowed_block(self.query.shape[0], index, index)
 
-    monkeypatch.setattr(LayerAttention, "blocks", whole)
+    monkeypatch.setattr(LayerAttention, "query_blocks", whole)
     assert slope(reading_peaks("llama", "rollout")) > 1.5

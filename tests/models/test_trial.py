@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from attnpo.judge.reader import CausalJudge
+from attnpo.judge.causal_judge import CausalJudge
 from attnpo.models import packed_attention, trial
 from attnpo.models.layouts import LAYOUTS, padded_layout
 from attnpo.models.scored import ScoredLM

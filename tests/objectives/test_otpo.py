@@ -120,10 +120,10 @@ SOURCE = "attnpo.weights.sources.transport."
     [
         (SOURCE + "token_costs", without_norms),
         (SOURCE + "token_costs", lambda f: lambda *args: f(*args) * 1.001),
-        (SOURCE + "transport", own_lengths),
-        (SOURCE + "transport", altered(reg=lambda reg: reg * 1.001)),
-        (SOURCE + "transport", altered(reg_m=lambda reg_m: reg_m * 1.001)),
-        (SOURCE + "transport", altered(sweeps=lambda sweeps: 1)),
+        (SOURCE + "solve_transport", own_lengths),
+        (SOURCE + "solve_transport", altered(reg=lambda reg: reg * 1.001)),
+        (SOURCE + "solve_transport", altered(reg_m=lambda reg_m: reg_m * 1.001)),
+        (SOURCE + "solve_transport", altered(sweeps=lambda sweeps: 1)),
         ("attnpo.objectives.twdpo.weighted_sum", lambda f: lambda x, w, *args: f(x, torch.ones_like(w), *args)),
     ],
 )

@@ -90,7 +90,7 @@ def test_another_judge_without_a_path_is_refused_before_anything_is_computed(wor
         resolve(world.config("weights=attention", *ANOTHER))
     with pytest.raises(UserError, match=r"prepare\.second is null.* set other_judge\.path"):
         resolve_paths(load("fit", ["setting=testbed", "judge=other", "prepare.second=null", f"store={tmp_path}"]))
-    with pytest.raises(UserError, match="another model than the run's own"):
+    with pytest.raises(UserError, match="a judge other than the run's own model"):
         build_room(world.config("weights=attention").with_value("judge.other", True))
 
 

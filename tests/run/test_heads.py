@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LagunaConfig
 
+from attnpo.judge.causal_judge import CausalJudge
 from attnpo.judge.layers import HeadRow
-from attnpo.judge.reader import CausalJudge
 from attnpo.models.loading import load_model, num_heads
 from attnpo.schema import SIDES, UserError
 from attnpo.weights.postprocess import Postprocess
@@ -80,7 +80,7 @@ def test_what_is_read_and_written_is_said(world: World, caplog: pytest.LogCaptur
     assert any("judge pass: reading 1 layer x 2 heads of" in line for line in caplog.messages)
     caplog.clear()
     make_inputs(world.config("weights.layers=[1/4,1]"))
-    assert "weights.layers: 1/4, 1 are one and the same here: layer 1 of 2" in caplog.messages
+    assert "weights.layers: 1/4, 1 are the same layer here: layer 1 of 2" in caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_what_is_read_and_written_is_said(world: World, caplog: pytest.LogCaptur
         ("weights.heads=[1,1]", r"weights\.heads: expected query heads counted from 1, each once.*got \[1, 1\]"),
         ("weights.heads=[first]", r"weights\.heads"),
         ("weights.heads=2", r"weights\.heads"),
-        ("weights.layers=[1,1]", r"weights\.layers: expected every layer once, got 1 twice"),
+        ("weights.layers=[1,1]", r"weights\.layers: expected each layer once, got 1 twice"),
         ("weights.layers=[1,3]", r"weights\.layers: expected a whole number from 1 to 2.*got 3"),
     ],
 )

@@ -33,7 +33,7 @@ def asked(world: World, *more: str) -> tuple[JudgePrompt, str, str]:
     judge = made.readers.make_judge()
     prompt = judge.prompts.build(PAIR)[0]
     own = made.base.chat.prompt_ids(PAIR.prompt)
-    return prompt, judge.written(prompt.input_ids[-1]).strip(), judge.written(own[-1]).strip()
+    return prompt, judge.decode_token(prompt.input_ids[-1]).strip(), judge.decode_token(own[-1]).strip()
 
 
 @pytest.mark.parametrize(

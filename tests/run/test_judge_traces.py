@@ -108,7 +108,7 @@ def kept(world: World) -> dict[str, WrittenTrace]:
     table = Store(world.store).table("traces", json.loads(key.read_text()))
     names = [name for entry in key.parent.glob("*.json") if entry != key
              for name in json.loads(entry.read_text())["pairs"]]  # fmt: skip
-    return judge_traces.KeptTraces(table).find(names)
+    return judge_traces.TraceCache(table).find_traces(names)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_rows_verdicts_and_label_mass_are_those_after_the_trace(
     assert 0 < cut < 2 * PAIRS
     assert f"at most {2 * PAIRS * MOST} tokens (judge.trace.max_new_tokens={MOST})" in caplog.text
     mean = sum(lengths) / len(lengths)
-    assert f"judge: {2 * PAIRS} traces of {mean:.1f} tokens in the mean, {max(lengths)} at most" in caplog.text
+    assert f"judge: {2 * PAIRS} traces of {mean:.1f} tokens on average, {max(lengths)} at most" in caplog.text
     (warned,) = [record for record in caplog.records if "judge's trace was cut" in record.getMessage()]
     assert warned.levelname == "WARNING" and f"cut: {cut} of {2 * PAIRS} " in warned.getMessage()
 
@@ -200,14 +200,14 @@ def test_an_interrupted_pass_goes_on_and_other_weights_write_nothing(
     world = thinking.with_store(tmp_path)
     monkeypatch.setattr(judge_traces, "AT_ONCE", 4)
     words = [*thinking.words, "judge.token_budget=200"]
-    original = judge_traces.KeptTraces.keep
+    original = judge_traces.TraceCache.add_traces
 
-    def keep(self: judge_traces.KeptTraces, traces: Mapping[str, WrittenTrace]) -> None:
+    def keep(self: judge_traces.TraceCache, traces: Mapping[str, WrittenTrace]) -> None:
         original(self, traces)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(judge_traces.KeptTraces, "keep", keep)
+        patch.setattr(judge_traces.TraceCache, "add_traces", keep)
         assert weighs(world, *words) != 0
     first = len(kept(world))
     assert 4 <= first < 32 and asked == [32]
@@ -263,9 +263,9 @@ def test_a_model_that_cannot_write_is_refused_before_the_pass(
 def test_settings_that_cannot_be(thinking: Thinking, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     world = thinking.with_store(tmp_path)
     for given, told in (
-        ("{max_new_tokens: 8, until: ' '}", "judge.trace: until: expected the text that ends a trace"),
+        ("{max_new_tokens: 8, until: ' '}", "judge.trace: until: expected a text that ends a trace"),
         ("{max_new_tokens: 8}", "judge.trace.until: the judge's tokenizer cannot write '</think>'"),
-        (f"{{max_new_tokens: 500, until: {thinking.until}}}", "judge.trace keeps 501 free"),
+        (f"{{max_new_tokens: 500, until: {thinking.until}}}", "judge.trace reserves 501"),
         ("{until: good}", "judge.trace.max_new_tokens: required"),
     ):
         assert weighs(world, f"judge.trace={given}") == 2

@@ -119,7 +119,7 @@ def test_stop_ends_it_before_the_pass(
     for _ in range(2):
         assert weighs(world, "judge.low_label_mass=stop") == 2
         told = capsys.readouterr().err
-        assert LOW in told and "judge.low_label_mass=warn goes on" in told and told.count("\n") == 1
+        assert LOW in told and "set judge.low_label_mass=warn" in told and told.count("\n") == 1
     assert judge.asked == [(PROMPTS, (), True)], "the second time from the store, and never the pass"
     assert not list(world.store.glob("weights/*/*.parquet"))
 
@@ -155,7 +155,7 @@ def test_stop_measures_again_where_the_record_is_lost(
     caplog.clear()
     assert weighs(world) == 0
     assert len(judge.asked) == 1, "a warning is not worth loading the judge"
-    assert "no sound measurement of the judge's labels" in caplog.text, "and it is said that there is none"
+    assert "no valid measurement of the judge's labels" in caplog.text, "and it is said that there is none"
 
 
 def test_showing_a_stored_pair_loads_no_judge_to_measure(

@@ -312,14 +312,14 @@ def test_the_judge_reads_as_many_tokens_as_fit(
     caplog.set_level(logging.INFO)
     made = resolve(world.config("weights=attention", "judge.token_budget=auto"))
     judge = made.readers.make_judge()
-    assert judge.budget(None) == judge.budget(1) == TOKEN_BUDGET
-    room = int(judge.estimate(20000).total / (1 - FREE_SHARE)) + 1
-    assert 20000 - ROUND < judge.budget(room) <= 20000 and judge.budget(1 << 40) == MOST
+    assert judge.choose_token_budget(None) == judge.choose_token_budget(1) == TOKEN_BUDGET
+    room = int(judge.estimate_memory(20000).total / (1 - FREE_SHARE)) + 1
+    assert 20000 - ROUND < judge.choose_token_budget(room) <= 20000 and judge.choose_token_budget(1 << 40) == MOST
     monkeypatch.setattr(judges, "device_memory", lambda device: room)
-    assert judge.load(torch.device("cpu")).model.token_budget == judge.budget(room)
+    assert judge.load(torch.device("cpu")).model.token_budget == judge.choose_token_budget(room)
     monkeypatch.setattr(memory, "device_memory", lambda device: room)
     log_judge_memory(judge, made.base.device)
-    assert f"judge.token_budget=auto: {judge.budget(room):,} tokens per forward" in caplog.messages
+    assert f"judge.token_budget=auto: {judge.choose_token_budget(room):,} tokens per forward" in caplog.messages
     with pytest.raises(UserError, match=r"judge\.token_budget must be at least 1, or auto, got 0"):
         world.config("judge.token_budget=0")
 

@@ -18,7 +18,7 @@ from attnpo.run.run import run
 from attnpo.schema import Message, Sampling, UserError
 from attnpo.system.store import Store
 from attnpo.weigh import fill_store
-from attnpo.weights.readers import ANSWERS, RunVerbalizer, StoredAnswers
+from attnpo.weights.readers import ANSWERS, CachedGenerator, RunVerbalizer
 from attnpo.weights.score_parser import NO_PARTS
 from tests.run.made import make_inputs
 from tests.run.worlds import TRAIN, VAL, World
@@ -41,14 +41,14 @@ FREE = (
 def loads() -> Iterator[list[str]]:
     """A list that gets the model's path whenever a verbalizer's model is loaded."""
     loaded: list[str] = []
-    original = RunVerbalizer._generator
+    original = RunVerbalizer._load_generator
 
     def generator(room: RunVerbalizer, *arguments: Any) -> Any:
         loaded.append(str(room.path))
         return original(room, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunVerbalizer, "_generator", generator)
+        patch.setattr(RunVerbalizer, "_load_generator", generator)
         yield loaded
 
 
@@ -158,12 +158,14 @@ def test_kept_answers_are_asked_for_once(tmp_path: Path) -> None:
         return [[Message(role="user", content=text)] for text in texts]
 
     echo, table = Echo(), Store(tmp_path).table(ANSWERS, {"model": "echo"})
-    first = StoredAnswers(table, lambda: echo).generate(prompts("a", "b", "a"), Sampling())
+    first = CachedGenerator(table, lambda: echo).generate(prompts("a", "b", "a"), Sampling())
     assert (first, echo.asked) == (["a 2", "b 2", "a 2"], ["a", "b"])
-    later = StoredAnswers(Store(tmp_path).table(ANSWERS, {"model": "echo"}), lambda: echo)
+    later = CachedGenerator(Store(tmp_path).table(ANSWERS, {"model": "echo"}), lambda: echo)
     assert later.generate(prompts("b", "c"), Sampling()) == ["b 2", "c 3"]
     assert echo.asked == ["a", "b", "c"]
-    nobody = StoredAnswers(Store(tmp_path).table(ANSWERS, {"model": "echo"}), lambda: pytest.fail("all of it is kept"))
+    nobody = CachedGenerator(
+        Store(tmp_path).table(ANSWERS, {"model": "echo"}), lambda: pytest.fail("all of it is kept")
+    )
     assert nobody.generate(prompts("c", "a"), Sampling()) == ["c 3", "a 2"]
 
 
@@ -189,7 +191,7 @@ def test_an_interruption_within_one_call_loses_its_last_slice_alone(
 
     def answers(generator: Echo) -> list[str]:
         table = Store(tmp_path).table(ANSWERS, {"model": "echo"})
-        return StoredAnswers(table, lambda: generator, at_once=3).generate(prompts, Sampling())
+        return CachedGenerator(table, lambda: generator, at_once=3).generate(prompts, Sampling())
 
     first, rest = Failing(3), Echo()
     with pytest.raises(KeyboardInterrupt):
@@ -210,7 +212,7 @@ def test_an_interrupted_pass_goes_on_where_it_stopped(world: World, tmp_path: Pa
     import torch
 
     reader = room.load(torch.device("cpu"))
-    reader.generator.generate([reader.questions.ask(pair, "chosen") for pair in pairs], reader.sampling)
+    reader.generator.generate([reader.questions.build_prompt(pair, "chosen") for pair in pairs], reader.sampling)
     asked = 0
     original = ForcedScores.generate
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, MistralConfig, PretrainedCo
 from attnpo.config.compose import CONFIG_DIR, compose, list_groups, load, validate
 from attnpo.data.base import pairs_from_rows
 from attnpo.data.rules import BatchPlan
-from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.judge.settings import TOKEN_BUDGET, JudgeRules
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.study import expand_arms
@@ -400,7 +400,7 @@ def test_a_length_wins_over_hardware_and_loses_to_the_command_line() -> None:
 def test_the_judge_reads_prompts_and_answers_of_that_length_whole(length: int) -> None:
     """One token more than its rules add up to and what the frame leaves is cut, and counted."""
     made = composed(SETTINGS[0], f"lengths={length}k")
-    prompts = JudgePrompts(made.judge.rules(), chat_of(GPT2, LINES))
+    prompts = JudgePromptBuilder(made.judge.prompt_rules(), chat_of(GPT2, LINES))
     prompt, answers = made.lengths.max_prompt_length, made.judge.max_response_length
 
     def pair(more: int) -> PreferencePair:
@@ -466,7 +466,7 @@ def pairs() -> list[PreferencePair]:
 
 
 def rules(judge: str) -> JudgeRules:
-    made: JudgeRules = composed("real_smoke", f"judge={judge}").judge.rules()
+    made: JudgeRules = composed("real_smoke", f"judge={judge}").judge.prompt_rules()
     return made
 
 
@@ -474,7 +474,7 @@ def chat_of(tokenizer: str, template: str | None) -> ChatFormat:
     return ChatFormat(AutoTokenizer.from_pretrained(TESTS / tokenizer), template)
 
 
-def complete(prompts: JudgePrompts, pairs: list[PreferencePair]) -> float:
+def complete(prompts: JudgePromptBuilder, pairs: list[PreferencePair]) -> float:
     """The share of responses, in both rounds, whose judge tokens are exactly the training side's, spans included."""
     whole = total = 0
     for pair in pairs:
@@ -495,7 +495,7 @@ def test_delimiters_keep_every_token(
     judge: str, tokenizer: str, template: str | None, pairs: list[PreferencePair]
 ) -> None:
     uncut = replace(rules(judge), max_length=1 << 20, max_response_length=1 << 20)
-    assert complete(JudgePrompts(uncut, chat_of(tokenizer, template)), pairs) == 1.0
+    assert complete(JudgePromptBuilder(uncut, chat_of(tokenizer, template)), pairs) == 1.0
 
 
 def test_other_delimiters_lose_tokens(pairs: list[PreferencePair], tmp_path: Path) -> None:
@@ -504,9 +504,9 @@ def test_other_delimiters_lose_tokens(pairs: list[PreferencePair], tmp_path: Pat
     text = Path(own.template_file).read_text(encoding="utf-8")
     (tmp_path / "lines.txt").write_text(text.replace("} [end of answer", "}\n[end of answer"), encoding="utf-8")
     lines = replace(own, template_file=str(tmp_path / "lines.txt"), max_length=1 << 20, max_response_length=1 << 20)
-    assert complete(JudgePrompts(lines, chat_of(EDGE_MERGE, None)), pairs[:50]) < 0.5
+    assert complete(JudgePromptBuilder(lines, chat_of(EDGE_MERGE, None)), pairs[:50]) < 0.5
     other = replace(rules("mistral_inst"), max_length=1 << 20, max_response_length=1 << 20)
-    assert complete(JudgePrompts(other, chat_of(MISTRAL, ZEPHYR)), pairs[:50]) < 0.5
+    assert complete(JudgePromptBuilder(other, chat_of(MISTRAL, ZEPHYR)), pairs[:50]) < 0.5
 
 
 def test_both_llamas_are_judged_alike() -> None:
@@ -528,7 +528,7 @@ def test_no_judge_prompt_tells_which_answer_is_preferred(judge: str, pairs: list
     made = rules(judge)
     assert not re.search("chosen|rejected|preferred", Path(made.template_file).read_text(encoding="utf-8"))
     template = INST if judge == "mistral_inst" else ZEPHYR
-    prompts = JudgePrompts(made, chat_of(MISTRAL, template))
+    prompts = JudgePromptBuilder(made, chat_of(MISTRAL, template))
     for pair in pairs[:20]:
         swapped = replace(pair, chosen=pair.rejected, rejected=pair.chosen)
         first, second = prompts.build(pair)

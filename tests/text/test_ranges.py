@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.judge.settings import Assembly, JudgeRules
 from attnpo.schema import SIDES, JudgeRound, PairWeights, PreferencePair, TokenWeights
 from attnpo.text.alignment import AlignMethod
@@ -92,7 +92,7 @@ def test_what_is_composed_belongs_to_the_token_before() -> None:
 def captured_by(judge: ChatFormat, rules: JudgeRules, pair: PreferencePair) -> PairWeights:
     """Returns a judge's rounds with a weight for each of its tokens."""
     dice, rounds = torch.Generator().manual_seed(0), []
-    for prompt in JudgePrompts(rules, judge).build(pair):
+    for prompt in JudgePromptBuilder(rules, judge).build(pair):
         sides = {}
         for side in SIDES:
             first, last = prompt.spans[side]
@@ -131,7 +131,7 @@ def test_a_cut_never_parts_an_accent_from_its_letter(rules: JudgeRules, assembly
     pair = PreferencePair.from_texts(QUESTION, text, "o" * 60)
     for room in range(40, 70):
         small = JudgeRules(rules.template_file, assembly, max_length=room, chat=False)
-        for prompt in JudgePrompts(small, chat("nfc")).build(pair):
+        for prompt in JudgePromptBuilder(small, chat("nfc")).build(pair):
             assert prompt.cut
             first, last = prompt.spans["chosen"]
             assert prompt.offsets["chosen"][-1][1] % 2 == 0

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from attnpo.weights.score_parser import EMPTY_PART, NO_PARTS, NOT_IN_RESPONSE, OUT_OF_SCALE, read_answer
+from attnpo.weights.score_parser import EMPTY_PART, NO_PARTS, NOT_IN_RESPONSE, OUT_OF_SCALE, parse_scores
 
 RESPONSE = 'Boil the eggs for 7 minutes. Then cool them, "shock" style, in ice water. Peel and serve.'
 A, B, C = "Boil the eggs for 7 minutes.", 'Then cool them, "shock" style, in ice water.', "Peel and serve."
@@ -97,7 +97,7 @@ MALFORMED: list[Case] = [
     ids=[case[0] for case in WELL_FORMED + MALFORMED],
 )
 def test_recorded_answers(answer: str, spans: list[tuple[str, float]], problems: dict[str, int]) -> None:
-    reading = read_answer(answer, RESPONSE)
+    reading = parse_scores(answer, RESPONSE)
     assert [(RESPONSE[span.start : span.end], span.score) for span in reading.spans] == spans
     assert dict(reading.problems) == problems
 
@@ -131,14 +131,14 @@ def test_brackets_and_braces_in_a_part_are_text(
     response: str, parts: list[str], answer: Callable[[list[tuple[str, int]]], str]
 ) -> None:
     scored = [(part, 2 + number) for number, part in enumerate(parts)]
-    reading = read_answer(answer(scored), response)
+    reading = parse_scores(answer(scored), response)
     assert [(response[span.start : span.end], int(span.score)) for span in reading.spans] == scored
     assert not reading.problems and reading.coverage(len(response)) > 0.85
 
 
 def test_repeated_text_takes_the_places_in_order() -> None:
     for answer in (objects(("yes", 1), ("no", 3), ("yes", 5)), '{"yes": 1, "no": 3, "yes": 5}'):
-        reading = read_answer(answer, "yes, no, yes")
+        reading = parse_scores(answer, "yes, no, yes")
         found = [(span.start, span.end, span.score) for span in reading.spans]
         assert found == [(0, 3, 1.0), (5, 7, 3.0), (9, 12, 5.0)]
     assert reading.coverage(12) == pytest.approx(8 / 12)
@@ -146,12 +146,12 @@ def test_repeated_text_takes_the_places_in_order() -> None:
 
 def test_letters_that_fold_to_several_keep_their_places() -> None:
     response = "Die Straße ist naß."
-    reading = read_answer(objects(("STRASSE ist", 4)), response)
+    reading = parse_scores(objects(("STRASSE ist", 4)), response)
     assert [response[span.start : span.end] for span in reading.spans] == ["Straße ist"]
 
 
 def test_lines_about_snippets_are_read_rather_than_the_snippets() -> None:
-    reading = read_answer('Use {"a": 1}. -> 5\nThen ["x", 3]. -> 2', SNIPPETS)
+    reading = parse_scores('Use {"a": 1}. -> 5\nThen ["x", 3]. -> 2', SNIPPETS)
     assert [(SNIPPETS[span.start : span.end], span.score) for span in reading.spans] == [
         ('Use {"a": 1}.', 5.0),
         ('Then ["x", 3].', 2.0),

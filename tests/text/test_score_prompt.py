@@ -47,17 +47,17 @@ def test_a_chat_without_system_messages_is_named_before_any_pair(chat: ChatForma
 
 def test_a_prompt_that_does_not_fit_is_refused_and_never_cut(chat: ChatFormat) -> None:
     count = len(chat.prompt_ids(PLAIN.messages("the soup", PAIR.chosen)))
-    assert ScoreQuestions(PLAIN, chat, chat, room=count).ask(PAIR, "chosen") == [
+    assert ScoreQuestions(PLAIN, chat, chat, room=count).build_prompt(PAIR, "chosen") == [
         {"role": "user", "content": "score the soup : the broth was good ."}
     ]
     with pytest.raises(RefusedText, match=f"the chosen response has {count} tokens, {count - 1} leave room") as caught:
-        ScoreQuestions(PLAIN, chat, chat, room=count - 1).ask(PAIR, "chosen")
+        ScoreQuestions(PLAIN, chat, chat, room=count - 1).build_prompt(PAIR, "chosen")
     assert caught.value.reason == "a prompt is too long for the verbalizer"
 
 
 def test_a_response_without_text_has_nothing_to_score(chat: ChatFormat) -> None:
     with pytest.raises(RefusedText, match="the rejected response has no text to score"):
-        ScoreQuestions(PLAIN, chat, chat).ask(PAIR, "rejected")
+        ScoreQuestions(PLAIN, chat, chat).build_prompt(PAIR, "rejected")
 
 
 def test_tokens_are_those_of_training_without_the_end_of_the_turn(chat: ChatFormat) -> None:

@@ -9,7 +9,7 @@ import torch
 from attnpo.data.prepare import EncodedSet, Tally, fit_transforms
 from attnpo.schema import EncodedResponse, JudgeRound, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.alignment import AlignMethod
-from attnpo.weights.pipeline import beside_trace, check_apart, training_weights
+from attnpo.weights.pipeline import check_trace_weighting, join_trace_and_answer, training_weights
 from attnpo.weights.postprocess import EndToken, Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.column import Column
@@ -151,7 +151,7 @@ def test_a_response_that_was_cut_within_its_trace_or_behind_it() -> None:
     behind = EncodedResponse([1], CHOSEN.response_ids[5:], CHOSEN.offsets[5:])
     found = training_weights(source, stored, {**BOTH, "chosen": behind}, layers=(1,), pair=PAIR)
     torch.testing.assert_close(found.chosen, torch.tensor([0.4, 0.0, 0.0]))
-    assert beside_trace(torch.zeros(0), 2).tolist() == [0.5, 0.5]
+    assert join_trace_and_answer(torch.zeros(0), 2).tolist() == [0.5, 0.5]
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ class Signed(Uniform):
 def test_factors_signed_rows_and_online_weights_are_refused() -> None:
     for source, what in [(Decay(), "gives factors"), (Signed(), "signed rows"), (Transport(), "in every step")]:
         with pytest.raises(UserError, match=rf"traces=weigh_apart .*{what}.*traces=keep or strip"):
-            check_apart(source)
+            check_trace_weighting(source)
     with pytest.raises(UserError, match="weigh_apart"):
         training_weights(Decay(), None, BOTH, pair=PAIR)
     training_weights(Decay(), None, BOTH, pair=KEPT)
-    check_apart(WPO())  # weights of whole pairs, their tokens alike
+    check_trace_weighting(WPO())  # weights of whole pairs, their tokens alike

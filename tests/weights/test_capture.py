@@ -14,7 +14,7 @@ from attnpo.text.chat import RefusedText
 from attnpo.weights.capture import (
     REFUSED,
     CaptureReport,
-    Unreadable,
+    UnreadablePair,
     ensure_captured,
     estimate_bytes,
     load_captured,
@@ -145,7 +145,7 @@ def test_shards_that_do_not_belong_together_are_noticed(tmp_path: Path) -> None:
     table = a_table(tmp_path)
     store_captured(table, fresh_capture(PAIRS[:1], (1,)), (1,))
     table.append({PAIRS[0].pair_id: {"L02": torch.ones(3)}})
-    with pytest.raises(UserError, match=rf"pair {PAIRS[0].pair_id} has 3 weights on 12 tokens"):
+    with pytest.raises(UserError, match=rf"pair {PAIRS[0].pair_id} has 3 weights for 12 tokens"):
         load_captured(table, [PAIRS[0].pair_id], (2,))
 
 
@@ -173,7 +173,7 @@ def test_an_interrupted_capture_goes_on_where_it_stopped(bench: Bench) -> None:
 
 def reasons(captured: dict[str, PairWeights]) -> list[tuple[str, str] | None]:
     """Why a pair has no rounds, in the order of the pairs; None for those that have some."""
-    return [(pair.reason, pair.story) if isinstance(pair, Unreadable) else None for pair in captured.values()]
+    return [(pair.reason, pair.story) if isinstance(pair, UnreadablePair) else None for pair in captured.values()]
 
 
 def test_pairs_the_judge_cannot_be_shown_are_stored_with_the_reason(bench: Bench) -> None:
@@ -213,7 +213,7 @@ def test_unreadable_pairs_of_an_interrupted_capture_are_kept(bench: Bench) -> No
 
 def test_rows_of_readable_pairs_have_no_further_column(tmp_path: Path) -> None:
     table = a_table(tmp_path)
-    store_captured(table, [*fresh_capture(PAIRS[:1]), Unreadable(PAIRS[1].pair_id, (), "why", "how")], LAYERS)
+    store_captured(table, [*fresh_capture(PAIRS[:1]), UnreadablePair(PAIRS[1].pair_id, (), "why", "how")], LAYERS)
     usual = {"tokens", "verdicts", "L01", "L02", "L03", "L04"}
     present = table.columns_present([pair.pair_id for pair in PAIRS[:3]])
     assert list(present.values()) == [usual, {*usual, REFUSED}, set()]
@@ -312,7 +312,7 @@ def test_log_probabilities_come_back_bit_for_bit(tmp_path: Path) -> None:
     back = load_logps(table, ["q", "p"], {"p": (4, 6), "q": (1, 2)})
     for name, rows in logps.items():
         assert all(torch.equal(a, b) for a, b in zip(back[name], rows, strict=True))
-    with pytest.raises(UserError, match=r"pair p has log-probabilities of 4 and 6 tokens, expected \(4, 5\)"):
+    with pytest.raises(UserError, match=r"pair p has log-probabilities for 4 and 6 tokens, expected \(4, 5\)"):
         load_logps(table, ["p"], {"p": (4, 5)})
     with pytest.raises(UserError, match="first: r"):
         load_logps(table, ["r"])
@@ -327,7 +327,7 @@ def weigh_heads(
     source = source.resolve(judge.num_layers)
     rows = source.rows_to_store(judge.num_layers, lambda: judge.num_heads)
     key = weights_key(source, FakeJudge().fingerprint(), FakePrompts().fingerprint())
-    options = {"load_layers": source.rows_read(), **options}
+    options = {"load_layers": source.rows_to_read(), **options}
     return ensure_captured(pairs, source, rows, Store(root), key, lambda: LoadedJudge(judge, FakePrompts()), **options)
 
 
@@ -341,7 +341,7 @@ def test_every_head_is_stored_once_and_any_choice_is_a_re_read(tmp_path: Path) -
     ):
         captured, report = weigh_heads(tmp_path, judge, PAIRS, source)
         assert report.computed == computed
-        rows = source.resolve(2).rows_read()
+        rows = source.resolve(2).rows_to_read()
         fresh = source.resolve(2).capture(PAIRS[:1], LoadedJudge(HeadJudge(num_layers=2), FakePrompts()), rows)
         assert same(captured[pair_id], fresh[0])
     assert judge.calls == [(14, (1, 2))], "one pass over both layers, both orders of seven pairs"

@@ -14,14 +14,14 @@ from attnpo.run.resume import digest_contents
 from attnpo.run.run import run
 from attnpo.schema import SIDES, EncodedResponse, Kind, PreferencePair, UserError
 from attnpo.weights.pipeline import training_weights
-from attnpo.weights.sources.column import Column, Form
+from attnpo.weights.sources.column import Column, ColumnForm
 from tests.run.made import Made, make
 from tests.run.worlds import World, build_world
 
 TEXT = "aabbcc"
 # Three tokens of two characters and the end of turn.
 WHOLE = EncodedResponse([1], [5, 6, 7, 99], [(0, 2), (2, 4), (4, 6), (6, 6)])
-SPANS = Column(form=Form.SPANS)
+SPANS = Column(form=ColumnForm.SPANS)
 
 
 def pair_with(cell: object, rejected: object = (1.0,)) -> PreferencePair:
@@ -83,9 +83,9 @@ def test_a_template_that_strips_the_response_cuts_nothing() -> None:
         (Column(), [1, "2", 3], r"entry 1: expected a finite number, got '2'"),
         (Column(), None, r"expected a list, got None; every row needs its weights"),
         (Column(), "123", r"expected a list, got '123'"),
-        (Column(), [1, -2, 3], r"entry 1: expected 0 or more under weights\.kind=factor, got -2; .*weights\.signed"),
-        (Column(kind=Kind.DISTRIBUTION), [1, -2, 3], r"expected 0 or more under weights\.kind=distribution, got -2"),
-        (Column(kind=Kind.DISTRIBUTION), [0, 0, 0], r"needs weight on some of the 4 training tokens, and all are 0"),
+        (Column(), [1, -2, 3], r"entry 1: expected at least 0 with weights\.kind=factor, got -2; .*weights\.signed"),
+        (Column(kind=Kind.DISTRIBUTION), [1, -2, 3], r"expected at least 0 with weights\.kind=distribution, got -2"),
+        (Column(kind=Kind.DISTRIBUTION), [0, 0, 0], r"needs weight on some of the 4 training tokens, but all are 0"),
     ],
 )
 def test_numbers_that_are_no_weights_name_pair_side_and_column(source: Column, cell: object, message: str) -> None:
@@ -97,8 +97,8 @@ def test_numbers_that_are_no_weights_name_pair_side_and_column(source: Column, c
 def test_a_column_that_is_not_there_names_those_that_are() -> None:
     with pytest.raises(
         UserError,
-        match=r"rejected, column 'mask': the data have no such column; columns beside prompt and responses: "
-        r"chosen_weights, rejected_weights\. Name it with weights\.rejected=COLUMN",
+        match=r"rejected, column 'mask': the data have no such column; columns besides prompt and responses: "
+        r"chosen_weights, rejected_weights\. Choose one with weights\.rejected=COLUMN",
     ):
         Column(rejected="mask").weigh(pair_with([1]), "rejected", WHOLE)
 
@@ -112,23 +112,23 @@ def test_a_token_has_the_mean_over_its_characters() -> None:
     assert weighed(SPANS, [{"start": 4, "end": 6, "weight": 3.0}, {"start": 0, "end": 2}]) == [1, 0, 3, 0]
     assert weighed(SPANS, [{"start": 0, "end": 2, "weight": None}]) == [1, 0, 0, 0]
     assert weighed(SPANS, []) == [0, 0, 0, 0]
-    assert weighed(Column(form=Form.SPANS, elsewhere=1.0, end_token=1.0), [(2, 4, 0)]) == [1, 0, 1, 1]
-    assert weighed(Column(form=Form.SPANS, kind=Kind.DISTRIBUTION), [[0, 3, 2.0]]) == pytest.approx(
+    assert weighed(Column(form=ColumnForm.SPANS, elsewhere=1.0, end_token=1.0), [(2, 4, 0)]) == [1, 0, 1, 1]
+    assert weighed(Column(form=ColumnForm.SPANS, kind=Kind.DISTRIBUTION), [[0, 3, 2.0]]) == pytest.approx(
         [2 / 3, 1 / 3, 0, 0]
     )
-    assert weighed(Column(form=Form.SPANS, signed=True), [[0, 1, -1.0]]) == [-0.5, 0, 0, 0]
+    assert weighed(Column(form=ColumnForm.SPANS, signed=True), [[0, 1, -1.0]]) == [-0.5, 0, 0, 0]
     assert weighed(SPANS, [[4, 6]], EncodedResponse([1], [5], [(0, 2)])) == [0]
 
 
 @pytest.mark.parametrize(
     ("cell", "message"),
     [
-        ([[0, 7]], r"span 0: expected characters within the response's 6, got \[0, 7\)"),
-        ([[-1, 2]], r"span 0: expected characters within"),
+        ([[0, 7]], r"span 0: expected a range within the response's 6 characters, got \[0, 7\)"),
+        ([[-1, 2]], r"span 0: expected a range within"),
         ([[0, 2], [1, 3]], r"span 1: \[1, 3\) overlaps an earlier span"),
         ([[0, 2.5]], r"span 0: expected whole numbers as start and end, got 0 and 2\.5"),
         ([[0, 2, math.nan]], r"span 0: expected a finite number, got nan"),
-        ([[0, 2, -1]], r"span 0: expected 0 or more"),
+        ([[0, 2, -1]], r"span 0: expected at least 0"),
         ([[0]], r"span 0: expected \[start, end\], .* got \[0\]"),
         ([3], r"span 0: expected \[start, end\], .*got 3"),
     ],

@@ -12,8 +12,15 @@ from attnpo.run.combinations import require_weights_are_read
 from attnpo.schema import Kind, PreferenceBatch, PreferencePair, TokenStats, UserError
 from attnpo.training.module import weigh_online
 from attnpo.training.pair_values import pair_values
-from attnpo.weights.base import OnlineSource, online_reads
-from attnpo.weights.sources.confidence import Confidence, Entropy, Selective, above_quantile, below_mean, highest
+from attnpo.weights.base import OnlineSource, online_statistics
+from attnpo.weights.sources.confidence import (
+    Confidence,
+    Entropy,
+    Selective,
+    mark_above_quantile,
+    mark_below_mean,
+    mark_highest,
+)
 from attnpo.weights.sources.pair_strength import MWPO, WPO, PairColumn
 from tests.conformance.records import built
 from tests.objectives.inputs import Case, Maker, call, make_batch, make_rows, objective_of, part
@@ -44,18 +51,18 @@ def batch_of(*lengths: int, **fields: Any) -> PreferenceBatch:
 def test_confpo_keeps_what_is_less_probable_than_the_mean_probability(fill: float) -> None:
     """Probabilities .5 .1 .2 have the mean .2667; .25 .75 the mean .5. Means of logarithms would keep other tokens."""
     logps, mask = rows_of([math.log(0.5), math.log(0.1), math.log(0.2)], [math.log(0.25), math.log(0.75)], fill=fill)
-    assert below_mean(logps, mask).tolist() == [[False, True, True], [True, False, False]]
+    assert mark_below_mean(logps, mask).tolist() == [[False, True, True], [True, False, False]]
     # .9 .9 .7: mean .8333 in probability; 0.7 alone is below. Their geometric mean .828 would say the same of .7, so:
     # .02 .9 .5 has the mean .473 (keeps .02 alone) and the geometric mean .208.
     logps, mask = rows_of([math.log(0.02), math.log(0.3), math.log(0.5)], fill=fill)
-    assert below_mean(logps, mask).tolist() == [[True, False, False]]  # mean .2733, geometric mean .144
+    assert mark_below_mean(logps, mask).tolist() == [[True, False, False]]  # mean .2733, geometric mean .144
 
 
 def test_confpo_keeps_none_of_equal_tokens_and_none_of_one() -> None:
     for count in (1, 2, 3, 7, 10):
         for probability in (0.1, 0.3, 1.0):
             logps = torch.full((1, count), math.log(probability), dtype=torch.float32)
-            assert not below_mean(logps, torch.ones(1, count, dtype=torch.bool)).any()
+            assert not mark_below_mean(logps, torch.ones(1, count, dtype=torch.bool)).any()
 
 
 def test_confpo_weighs_kept_tokens_alike_and_voids_pairs_with_an_empty_side() -> None:
@@ -79,9 +86,9 @@ def test_confpo_under_simpo_is_a_mean_over_the_kept_tokens() -> None:
 def test_selective_keeps_scores_from_their_quantile_on(fill: float) -> None:
     """Scores 1 2 3 4 5 at .6: place 2.4 between 3 and 4, 3.4. Of two tokens 0 and 1 it is .6."""
     scores, mask = rows_of([3.0, 5.0, 1.0, 2.0, 4.0], [0.0, 1.0], fill=fill)
-    assert above_quantile(scores, mask, 0.6).int().tolist() == [[0, 1, 0, 0, 1], [0, 1, 0, 0, 0]]
-    assert above_quantile(scores, mask, 0.5)[0].int().tolist() == [1, 1, 0, 0, 1], "the quantile itself stays"
-    assert torch.equal(above_quantile(scores, mask, 0.0), mask)
+    assert mark_above_quantile(scores, mask, 0.6).int().tolist() == [[0, 1, 0, 0, 1], [0, 1, 0, 0, 0]]
+    assert mark_above_quantile(scores, mask, 0.5)[0].int().tolist() == [1, 1, 0, 0, 1], "the quantile itself stays"
+    assert torch.equal(mark_above_quantile(scores, mask, 0.0), mask)
 
 
 def test_selective_scores_the_lag_of_the_chosen_and_the_lead_of_the_rejected() -> None:
@@ -102,7 +109,7 @@ def test_selective_keeps_every_token_while_the_policy_is_the_reference() -> None
 def test_entropy_keeps_the_share_of_the_tokens_rounded_up(share: float, kept: int) -> None:
     scores, mask = rows_of([3.0, 5.0, 1.0, 2.0, 4.0])
     order = [1, 4, 0, 3, 2]
-    assert highest(scores, mask, share)[0].nonzero()[:, 0].tolist() == sorted(order[:kept])
+    assert mark_highest(scores, mask, share)[0].nonzero()[:, 0].tolist() == sorted(order[:kept])
 
 
 def test_entropy_keeps_equals_and_never_padding() -> None:
@@ -169,7 +176,7 @@ def test_a_column_weighs_pairs_as_it_is() -> None:
 def test_a_value_that_is_no_weight_names_pair_and_column(value: object) -> None:
     pair = pair_with(trust=value)
     with pytest.raises(
-        UserError, match=rf"weights\.column=trust: pair {pair.pair_id}: expected a finite number of 0 or"
+        UserError, match=rf"weights\.column=trust: pair {pair.pair_id}: expected a finite number of at least 0"
     ):
         PairColumn("trust").pair_weight(pair)
 
@@ -193,7 +200,7 @@ def source_of(option: str) -> OnlineSource:
 def read(option: str, objective: str) -> tuple[Case, PreferenceBatch]:
     """A case with what objective and source read, and its batch once the source has weighed it."""
     source, loss = source_of(option), objective_of(objective)
-    case = Maker(loss.requires | online_reads(source)).case().with_state(loss)
+    case = Maker(loss.requires | online_statistics(source)).case().with_state(loss)
     rows = case.batch.main
     uniform = rows.response_mask.double() / rows.response_mask.sum(-1, keepdim=True)
     case = case.with_rows(token_weights={"reward": uniform}, source_lengths=rows.response_mask.sum(-1).double())

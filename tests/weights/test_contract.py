@@ -18,10 +18,10 @@ from attnpo.run.combinations import require_weights_are_read
 from attnpo.schema import SIDES, EncodedResponse, JudgeRound, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.training.module import PreferenceModule, weigh_online
 from attnpo.training.optimizer import Optimizer
-from attnpo.weights.base import OnlineSource, TextSource, WeightSource, is_neutral, online_reads
+from attnpo.weights.base import OnlineSource, TextSource, WeightSource, is_neutral, online_statistics
 from attnpo.weights.pipeline import FOR_FACTORS, TrainingWeights, check_transforms, training_weights
 from attnpo.weights.postprocess import Postprocess
-from attnpo.weights.sources.column import Column, Form
+from attnpo.weights.sources.column import Column, ColumnForm
 from attnpo.weights.sources.confidence import Entropy, Selective
 from attnpo.weights.sources.contrast import TISDPO
 from attnpo.weights.sources.decay import Decay
@@ -91,19 +91,19 @@ def captured(source: WeightSource) -> PairWeights | None:
     for side in SIDES:
         kept = slice(None) if source.tokens == "train" else slice(-1)
         ids, places = torch.tensor(SIDED[side].response_ids)[kept], torch.tensor(SIDED[side].offsets)[kept]
-        raw = torch.rand(len(source.rows_read()), len(ids), generator=generator)
+        raw = torch.rand(len(source.rows_to_read()), len(ids), generator=generator)
         rows.append(TokenWeights(ids, places, -raw if "scorers" in source.requires else raw))
     return PairWeights(PAIR.pair_id, (JudgeRound(True, *rows),))
 
 
 def offline(source: WeightSource, *transforms: object) -> TrainingWeights:
     found = captured(source)
-    return training_weights(source, found, SIDED, transforms=transforms, layers=source.rows_read(), pair=PAIR)  # type: ignore[arg-type]
+    return training_weights(source, found, SIDED, transforms=transforms, layers=source.rows_to_read(), pair=PAIR)  # type: ignore[arg-type]
 
 
 def in_a_step(source: OnlineSource, *transforms: object) -> tuple[Tensor, Tensor]:
     """The weights of made-up rows, and their mask."""
-    case = Maker(frozenset({"reference"}) | online_reads(source)).case()
+    case = Maker(frozenset({"reference"}) | online_statistics(source)).case()
     batch = weigh_online(case.batch, source, case.policy, case.reference, transforms)  # type: ignore[arg-type]
     return batch.main.token_weights["reward"], batch.main.response_mask
 
@@ -118,16 +118,18 @@ def test_what_a_source_says_of_itself(option: str) -> None:
     assert isinstance(source, WeightSource) and source.tokens in ("source", "train")
     assert source.requires <= {"judge", "generator", "scorers", "reward"}
     assert isinstance(source, TextSource) == (not source.requires)
-    assert len(source.rows_read()) == bool(source.requires) and set(source.rows_read()) <= set(source.capture_layers(3))
+    assert len(source.rows_to_read()) == bool(source.requires) and set(source.rows_to_read()) <= set(
+        source.layers_to_store(3)
+    )
     assert not (source.signed and source.kind is Kind.DISTRIBUTION)
     assert source_of(option).capture_fingerprint() == source.capture_fingerprint()
     if isinstance(source, TextSource):
-        assert source.tokens == "train" and source.capture_layers(3) == () and source.resolve(4) == source
+        assert source.tokens == "train" and source.layers_to_store(3) == () and source.resolve(4) == source
         assert source.capture_fingerprint()["source"] == option
-        with pytest.raises(UserError, match=rf"weights of {type(source).__name__} are made anew .*attnpo\.fit"):
+        with pytest.raises(UserError, match=rf"computes the weights of {type(source).__name__} itself.*attnpo\.fit"):
             source.capture([], None, ())
     if isinstance(source, OnlineSource):
-        assert online_reads(source) == source.statistics
+        assert online_statistics(source) == source.statistics
         assert source.statistics <= {"reference", "hidden", "input_gradient", "vocab:entropy", "vocab:collision"}
     assert is_neutral(source) == (option in ("uniform", "pair_column", "wpo", "mwpo"))
     assert source.signed == (option == "contrast_tgdpo")
@@ -161,9 +163,9 @@ OUT_OF_RANGE: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (TISDPO, {"mu": math.inf}, r"weights\.form\.mu must be in \(-1e300, 1e300\), got inf"),
     (TISDPO, {"top_percent": 0.0}, r"weights\.form\.top_percent must be in \(0, 100\], got 0\.0"),
     (TISDPO, {"k": 0.0}, r"weights\.form\.k must be above 0, got 0\.0"),
-    (Column, {"signed": True, "kind": Kind.DISTRIBUTION}, r"weights\.signed=true goes with factors alone"),
-    (Column, {"end_token": None, "form": Form.SPANS}, r"weights\.end_token=null .* weights\.form=spans"),
-    (Column, {"end_token": -1.0}, r"weights\.end_token must be 0 or more and finite, got -1"),
+    (Column, {"signed": True, "kind": Kind.DISTRIBUTION}, r"weights\.signed=true works only for factors"),
+    (Column, {"end_token": None, "form": ColumnForm.SPANS}, r"weights\.end_token=null .* weights\.form=spans"),
+    (Column, {"end_token": -1.0}, r"weights\.end_token must be finite and at least 0, got -1"),
     (Column, {"elsewhere": math.nan, "signed": True}, r"weights\.elsewhere must be finite, got nan"),
     (Verbalized, {"min_coverage": 1.5}, r"^weights\.min_coverage must be in \[0, 1\], got 1\.5$"),
     (Postprocess, {"sink_tokens": -1}, r"weights\.postprocess\.sink_tokens must be at least 0, got -1"),

@@ -12,9 +12,9 @@ from attnpo.config.compose import list_groups
 from attnpo.schema import SIDES, EncodedResponse, JudgeRound, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.chat import RefusedText
 from attnpo.weights.base import ScorerModel, WeightSource
-from attnpo.weights.capture import Unreadable
+from attnpo.weights.capture import UnreadablePair
 from attnpo.weights.pipeline import TrainingWeights, training_weights
-from attnpo.weights.sources.contrast import TISDPO, Contrast, CriticalTokens, TokenGuided, Transform
+from attnpo.weights.sources.contrast import TISDPO, Contrast, CriticalTokens, RewardTransform, TokenGuided
 from attnpo.weights.sources.scorers import LoadedScorers, Scorer
 from attnpo.weights.sources.selection import Selection
 from tests.objectives.inputs import call, make_case, objective_of
@@ -41,7 +41,7 @@ def test_scaled_rewards_by_hand() -> None:
 
 
 def test_ranks_share_ties_and_a_lone_token_is_in_the_middle() -> None:
-    form = TISDPO(Transform.RANK, least=0.0, most=3.0)
+    form = TISDPO(RewardTransform.RANK, least=0.0, most=3.0)
     near(form(RAW, WORDS, "chosen"), [1.5, 0.0, 3.0, 1.5, 0.0])
     near(form(RAW, WORDS, "rejected"), [1.5, 3.0, 0.0, 1.5, 0.0])
     near(form(RAW[:1], WORDS[:1], "chosen"), [1.5])
@@ -49,7 +49,7 @@ def test_ranks_share_ties_and_a_lone_token_is_in_the_middle() -> None:
 
 
 def test_held_rewards_are_signed() -> None:
-    form = TISDPO(Transform.THRESHOLD, low=-1.0, high=1.0)
+    form = TISDPO(RewardTransform.THRESHOLD, low=-1.0, high=1.0)
     near(form(RAW, WORDS, "chosen"), [0.3, -1.0, 1.0, 0.3, 0.0])
     near(form(RAW, WORDS, "rejected"), [-0.3, 1.0, -1.0, -0.3, 0.0])
     assert form.signed and not replace(form, low=0.0).signed
@@ -60,12 +60,12 @@ def test_held_rewards_are_signed() -> None:
     [(100.0, [1, 1, 1, 1, 0]), (50.0, [1, 0, 1, 0, 0]), (49.0, [0, 0, 1, 0, 0]), (20.0, [0] * 5)],
 )
 def test_the_top_share_is_rounded_down_and_takes_the_earlier_of_equals(percent: float, expected: list[int]) -> None:
-    form = TISDPO(Transform.BINARY, top_percent=percent)
+    form = TISDPO(RewardTransform.BINARY, top_percent=percent)
     near(form(RAW, WORDS, "chosen"), [float(value) for value in expected])
 
 
 def test_the_papers_formula_weighs_the_end_of_turn_too() -> None:
-    form = TISDPO(Transform.PAPER, low=-0.5, high=1.5, k=2.0, mu=0.5)
+    form = TISDPO(RewardTransform.PAPER, low=-0.5, high=1.5, k=2.0, mu=0.5)
     held = [0.3, -0.5, 1.204, 0.3, 1.5]
     near(form(RAW, WORDS, "chosen"), [2 * math.exp(0.5 * value) for value in held])
     near(form(RAW, WORDS, "rejected"), [2 * math.exp(-0.5 * value) for value in held])
@@ -86,8 +86,8 @@ def test_guided_factors_can_be_negative() -> None:
 
 
 def test_keys_of_other_transforms_are_named() -> None:
-    assert TISDPO(Transform.RANK).unread().keys() == {"low", "high", "top_percent", "k", "mu"}
-    assert TISDPO(Transform.BINARY).unread()["k"] == "weights.form.transform=binary"
+    assert TISDPO(RewardTransform.RANK).unread().keys() == {"low", "high", "top_percent", "k", "mu"}
+    assert TISDPO(RewardTransform.BINARY).unread()["k"] == "weights.form.transform=binary"
 
 
 # ------------------------------------------------------------------------------------------------ capture
@@ -184,7 +184,7 @@ def test_a_pair_that_cannot_be_shown_comes_back_with_the_reason() -> None:
     found = capture(Contrast(A, B, TISDPO()), pairs, RuleScorer(1.0), RuleScorer(2.0))
     assert [one.pair_id for one in found] == [pair.pair_id for pair in pairs]
     assert [len(one.rounds) for one in found] == [1, 0, 1]
-    assert isinstance(found[1], Unreadable) and found[1].reason == "cannot be shown"
+    assert isinstance(found[1], UnreadablePair) and found[1].reason == "cannot be shown"
     assert capture(Contrast(A, B, TISDPO()), pairs[1:2], RuleScorer(1.0), RuleScorer(2.0))[0].rounds == ()
 
 
@@ -196,20 +196,22 @@ def test_missing_scorers_are_named() -> None:
 
 
 def test_one_model_asked_in_one_way_is_no_contrast() -> None:
-    with pytest.raises(UserError, match=r"weights\.positive and weights\.negative are both a, asked in the same way"):
+    with pytest.raises(
+        UserError, match=r"weights\.positive and weights\.negative are both a with the same instruction"
+    ):
         Contrast(A, replace(A, dtype="bfloat16"), TISDPO())
     with pytest.raises(UserError, match=r"weights\.oracle and weights\.reference are both the run's own model"):
         Selection(ScorerModel(), ScorerModel())
-    with pytest.raises(UserError, match=r"weights\.negative\.instruction: CriticalTokens compares two models after"):
+    with pytest.raises(UserError, match=r"weights\.negative\.instruction: CriticalTokens compares two models on"):
         Contrast(A, ScorerModel("b", instruction="badly"), CriticalTokens())
-    with pytest.raises(UserError, match="a scorer's instruction must have words"):
+    with pytest.raises(UserError, match="a scorer's instruction must not be blank"):
         ScorerModel(instruction="  ")
 
 
 def test_what_is_stored_depends_on_what_is_compared_alone() -> None:
     keys = [
         Contrast(A, B, form).capture_fingerprint()
-        for form in (TISDPO(), TISDPO(Transform.PAPER), TokenGuided(), CriticalTokens())
+        for form in (TISDPO(), TISDPO(RewardTransform.PAPER), TokenGuided(), CriticalTokens())
     ]
     assert keys[0] == keys[1] == keys[2] == Selection(A, B).capture_fingerprint() != keys[3]
     asked = Contrast(replace(A, instruction="well"), B, TISDPO()).capture_fingerprint()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnpo.schema import InputGradient, TokenStats
-from attnpo.weights.sources.gradient import Gradient, Scope, importance_weights, position_prior
+from attnpo.weights.sources.gradient import Gradient, NormalizationScope, importance_weights, position_prior
 from tests.objectives.inputs import make_batch, make_rows
 
 
@@ -84,12 +84,13 @@ def test_the_scope_decides_whether_the_prompt_counts() -> None:
     found = InputGradient(torch.tensor([[3.0, 1.0], [2.0, 0.0]]), torch.tensor([4.0, 6.0]), long(2, 2))
     policy = TokenStats(torch.zeros(2, 2), input_gradient=found)
     by_scope = {
-        scope: Gradient(1.0, 8.0, scope).weights(policy, None, make_batch(make_rows((2, 1)))) for scope in Scope
+        scope: Gradient(1.0, 8.0, scope).weights(policy, None, make_batch(make_rows((2, 1))))
+        for scope in NormalizationScope
     }
-    torch.testing.assert_close(by_scope[Scope.RESPONSE], torch.tensor([[1.5, 0.5], [0.0, 0.0]]))
-    torch.testing.assert_close(by_scope[Scope.SEQUENCE], torch.tensor([[1.5, 0.5], [0.75, 0.0]]))
+    torch.testing.assert_close(by_scope[NormalizationScope.RESPONSE], torch.tensor([[1.5, 0.5], [0.0, 0.0]]))
+    torch.testing.assert_close(by_scope[NormalizationScope.SEQUENCE], torch.tensor([[1.5, 0.5], [0.75, 0.0]]))
 
 
 def test_without_gradients_there_are_no_weights() -> None:
-    with pytest.raises(ValueError, match="reads the statistic input_gradient"):
+    with pytest.raises(ValueError, match="needs the statistic input_gradient"):
         Gradient().weights(TokenStats(torch.zeros(2, 1)), None, make_batch(make_rows((1, 1))))

@@ -13,14 +13,20 @@ import torch
 from attnpo.data import prepare
 from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, fit_transforms, prepare_examples
 from attnpo.data.rules import AlignRules
-from attnpo.judge.layers import Row
+from attnpo.judge.layers import StoredRow
 from attnpo.schema import SIDES, EncodedResponse, JudgeRound, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.system.store import Store
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.traces import answer_start
 from attnpo.weights.base import ScorerModel, WeightSource
-from attnpo.weights.capture import WEIGHTS, Unreadable, load_captured, store_captured
-from attnpo.weights.pipeline import PairToWeigh, TrainingWeights, apply_transform, finished_weights, training_weights
+from attnpo.weights.capture import WEIGHTS, UnreadablePair, load_captured, store_captured
+from attnpo.weights.pipeline import (
+    PairToWeigh,
+    TrainingWeights,
+    apply_transform,
+    compute_source_weights,
+    training_weights,
+)
 from attnpo.weights.postprocess import EndToken, Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.contrast import TISDPO, Contrast
@@ -36,7 +42,7 @@ from attnpo.weights.transforms import CrossPair, Mixture, Sharpness, Shuffled, W
 CHUNK = 14
 EOS, TRACE = 99, "<think>\nab\n</think>\n\n"
 METHODS = tuple(AlignMethod)
-LAYERS: tuple[Row, ...] = (1, 2)
+LAYERS: tuple[StoredRow, ...] = (1, 2)
 Tokens = tuple[list[int], list[tuple[int, int]]]
 
 
@@ -100,7 +106,7 @@ class World:
                     torch.tensor(here[0]), torch.tensor(here[1]).reshape(-1, 2), self._rows(rng, len(here[0]), sort, at)
                 )
         if sort == 4:
-            self.captured[pair.pair_id] = Unreadable(pair.pair_id, (), "too long", "a story")
+            self.captured[pair.pair_id] = UnreadablePair(pair.pair_id, (), "too long", "a story")
         else:
             made = tuple(JudgeRound(at == 0, one["chosen"], one["rejected"]) for at, one in enumerate(rounds))
             self.captured[pair.pair_id] = PairWeights(pair.pair_id, made)
@@ -137,7 +143,12 @@ def outcome(work: Callable[[], ExampleSet]) -> tuple[Any, ...]:
 
 
 def one_by_one(
-    source: WeightSource, pairs: Iterable[PairToWeigh], method: AlignMethod, transforms: Any, *, layers: tuple[Row, ...]
+    source: WeightSource,
+    pairs: Iterable[PairToWeigh],
+    method: AlignMethod,
+    transforms: Any,
+    *,
+    layers: tuple[StoredRow, ...],
 ) -> Iterator[TrainingWeights]:
     """Weighs pair by pair, which ``weigh_pairs`` is held to; test_pipeline works one pair out by hand."""
     for raw, encoded, pair in pairs:
@@ -148,7 +159,7 @@ def both_ways(
     world: World,
     source: WeightSource,
     align: AlignRules,
-    layers: tuple[Row, ...] = LAYERS,
+    layers: tuple[StoredRow, ...] = LAYERS,
     transforms: Sequence[WeightTransform] = (),
 ) -> Any:
     """Returns the outcome of many at once, which is that of one by one."""
@@ -226,7 +237,7 @@ def of_one_layer(world: World) -> World:
 def test_one_row(name: str, method: AlignMethod) -> None:
     """Also a source that may be silent about tokens."""
     source = {**CAPTURED, **ONE_ROW}[name]
-    both_ways(of_one_layer(World(4)), source, AlignRules(method), source.rows_read())
+    both_ways(of_one_layer(World(4)), source, AlignRules(method), source.rows_to_read())
 
 
 @pytest.mark.parametrize("name", ON_TRAINING_TOKENS)
@@ -260,7 +271,9 @@ def test_transforms_learn_and_change_the_same() -> None:
     fitted = fit_transforms(chosen, world.set, Attention(2), world.captured, LAYERS, AlignRules())
     both_ways(world, Attention(2), AlignRules(), transforms=fitted)
     rows = {
-        pair.pair_id: finished_weights(Attention(2), world.captured[pair.pair_id], sides, layers=LAYERS, pair=pair)
+        pair.pair_id: compute_source_weights(
+            Attention(2), world.captured[pair.pair_id], sides, layers=LAYERS, pair=pair
+        )
         for pair, sides in zip(world.set.pairs, world.set.encoded, strict=True)
         if world.captured[pair.pair_id].rounds
     }
@@ -299,7 +312,7 @@ def test_what_a_transform_refuses_comes_before_what_is_wrong_with_later_pairs() 
 
 
 @pytest.mark.parametrize("layers", [(2,), (1, 2)])
-def test_rows_come_out_of_the_store_as_they_went_in(tmp_path: Path, layers: tuple[Row, ...]) -> None:
+def test_rows_come_out_of_the_store_as_they_went_in(tmp_path: Path, layers: tuple[StoredRow, ...]) -> None:
     world = World(11)
     table = Store(tmp_path).table(WEIGHTS, {"judge": "a"})
     store_captured(table, list(world.captured.values()), LAYERS)

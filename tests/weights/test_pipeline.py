@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from attnpo.schema import EncodedResponse, JudgeRound, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.alignment import AlignMethod
 from attnpo.weights.base import is_neutral
-from attnpo.weights.pipeline import finished_weights, fit_in_order, training_weights
+from attnpo.weights.pipeline import compute_source_weights, fit_transforms_in_order, training_weights
 from attnpo.weights.postprocess import EndToken, Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.uniform import Uniform
@@ -154,9 +154,9 @@ def test_each_transform_is_fitted_on_what_those_before_it_leave() -> None:
     """A profile fitted after a reversal is the reversed profile."""
     source = Attention(1, postprocess=PLAIN)
     stored = captured([[3.0, 1.0, 0.0]], [[3.0, 1.0, 0.0]])
-    finished = {"p1": finished_weights(source, stored, BOTH, layers=(1,))}
+    finished = {"p1": compute_source_weights(source, stored, BOTH, layers=(1,))}
     for before, expected in (((), [0.75, 0.25, 0.0]), ((Reverse([]),), [0.0, 0.25, 0.75])):
-        *_, profile = fit_in_order([*before, PositionProfile(3)], finished)
+        *_, profile = fit_transforms_in_order([*before, PositionProfile(3)], finished)
         assert isinstance(profile, PositionProfile)
         # The rejected response is a single token, which spreads evenly.
         assert list(profile.profile) == pytest.approx([(value + 1 / 3) / 2 for value in expected])
@@ -179,7 +179,7 @@ class Native(Uniform):
 
     kind: ClassVar[Kind] = Kind.FACTOR
 
-    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
+    def layers_to_store(self, num_layers: int) -> tuple[int, ...]:
         return (0,)
 
 
@@ -207,9 +207,9 @@ def test_a_factor_on_training_tokens_is_used_as_it_is() -> None:
 
 def test_sign_and_ids_of_a_factor_are_checked() -> None:
     assert training_weights(Signed(), factor([1.0, -1.0, 0.0, 0.0]), BOTH).chosen.tolist()[1] == -1.0
-    with pytest.raises(UserError, match="pair p1, chosen: Native states that its weights are not signed"):
+    with pytest.raises(UserError, match="pair p1, chosen: Native is declared as not signed"):
         training_weights(Native(), factor([1.0, -1.0, 0.0, 0.0]), BOTH)
-    with pytest.raises(UserError, match="captured for other token ids"):
+    with pytest.raises(UserError, match="captured for different training token ids"):
         training_weights(Native(), factor([1.0, 1.0, 0.0, 0.0], (10, 11, 13, EOS)), BOTH)
     with pytest.raises(UserError, match="kind factor"):
         training_weights(Processed(), factor([1.0, 1.0, 0.0, 0.0]), BOTH)
@@ -242,9 +242,9 @@ def test_a_native_source_sees_the_pair_and_its_weights_are_used_as_they_are() ->
     ("values", "said"),
     [
         ((1.0, float("nan"), 0.0, 0.0), "expected finite weights, got nan at token 1 of 4"),
-        ((1.0, -1.0, 0.0, 0.0), "Own states that its weights are not signed, got -1"),
-        ((0.0, 0.0, 0.0, 0.0), "Own states that its weights are a distribution, and all 4 of them are 0"),
-        ((0.5, 0.5), r"expected 4 weights of Own, one for each training token, got the shape \(2,\)"),
+        ((1.0, -1.0, 0.0, 0.0), "Own is declared as not signed, got -1"),
+        ((0.0, 0.0, 0.0, 0.0), "Own is declared as a distribution, but all 4 weights are 0"),
+        ((0.5, 0.5), r"expected 4 weights from Own, one for each training token, got the shape \(2,\)"),
     ],
 )
 def test_broken_weights_of_a_native_source_name_pair_and_side(values: tuple[float, ...], said: str) -> None:

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnpo.schema import Kind, UserError
-from attnpo.weights.arrival import Arrival, shares_that_arrived
+from attnpo.weights.arrival import WeightCoverage, coverage_and_kept_mass
 from attnpo.weights.postprocess import (
     Postprocess,
     RoundOrder,
-    combine,
+    check_is_distribution,
+    combine_rounds,
     fix_sink,
-    flat_rounds,
+    has_flat_rounds,
     is_flat,
     normalize,
-    require_distribution,
 )
 
 ORDERS = {"official": RoundOrder.NORMALIZE_THEN_MEAN, "paper_order": RoundOrder.MEAN_THEN_NORMALIZE}
@@ -60,8 +60,8 @@ def test_sink_cases_of_the_reference(vectors: Path) -> None:
 
 def test_a_round_without_mass_is_uniform_when_normalised_first() -> None:
     rounds = [double([0.0, 0.0]), double([1.0, 3.0])]
-    torch.testing.assert_close(combine(rounds, RoundOrder.NORMALIZE_THEN_MEAN), double([0.375, 0.625]))
-    torch.testing.assert_close(combine(rounds, RoundOrder.MEAN_THEN_NORMALIZE), double([0.25, 0.75]))
+    torch.testing.assert_close(combine_rounds(rounds, RoundOrder.NORMALIZE_THEN_MEAN), double([0.375, 0.625]))
+    torch.testing.assert_close(combine_rounds(rounds, RoundOrder.MEAN_THEN_NORMALIZE), double([0.25, 0.75]))
 
 
 @pytest.mark.parametrize("values", [[1e-310, 3e-310], [1e308, 1.5e308], [0.0, 0.0, 0.0]])
@@ -78,8 +78,8 @@ def test_rows_without_mass_can_be_told() -> None:
     silent, loud = double([0.0, 0.0]), double([1.0, 3.0])
     cases = [([silent, silent], True, True), ([silent, loud], False, True), ([loud, loud], False, False)]
     for rounds, mean_first, each_first in cases:
-        assert flat_rounds(rounds, RoundOrder.MEAN_THEN_NORMALIZE) == mean_first
-        assert flat_rounds(rounds, RoundOrder.NORMALIZE_THEN_MEAN) == each_first
+        assert has_flat_rounds(rounds, RoundOrder.MEAN_THEN_NORMALIZE) == mean_first
+        assert has_flat_rounds(rounds, RoundOrder.NORMALIZE_THEN_MEAN) == each_first
     assert Postprocess()([silent, silent]).tolist() == [0.5, 0.5]
 
 
@@ -113,10 +113,10 @@ def test_no_row_and_no_token_are_refused() -> None:
 
 
 def test_only_distributions_may_be_postprocessed() -> None:
-    require_distribution(Kind.DISTRIBUTION, False)
+    check_is_distribution(Kind.DISTRIBUTION, False)
     for kind, signed, said in ((Kind.FACTOR, False, "kind factor"), (Kind.DISTRIBUTION, True, "signed weights")):
         with pytest.raises(UserError, match=said):
-            require_distribution(kind, signed)
+            check_is_distribution(kind, signed)
 
 
 # --------------------------------------------------------------------------------------- arrival
@@ -130,9 +130,9 @@ ARRIVED = torch.tensor([1.0, 0.0, 0.5])
 )
 def test_tokens_and_weights_are_counted_apart(weights: list[float], kept: float) -> None:
     """Two of three tokens arrive at all; of the weight 0.5 whole and half of 0.2, whatever its sign."""
-    assert shares_that_arrived(torch.tensor(weights), ARRIVED) == pytest.approx((2 / 3, kept))
+    assert coverage_and_kept_mass(torch.tensor(weights), ARRIVED) == pytest.approx((2 / 3, kept))
 
 
 def test_nothing_measured_is_no_number_and_no_warning() -> None:
-    none = Arrival.of([])
+    none = WeightCoverage.mean_over([])
     assert all(math.isnan(value) for value in vars(none).values()) and not none.is_low

@@ -9,14 +9,14 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from attnpo.data.prepare import REFUSED
 from attnpo.judge.base import JudgeReading
+from attnpo.judge.causal_judge import RewardModel
 from attnpo.judge.layers import HeadRow
-from attnpo.judge.reader import RewardModel
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import SIDES, EncodedResponse, Message, PreferencePair, UserError
 from attnpo.text.chat import ChatFormat, RefusedText
-from attnpo.weights.capture import Unreadable
+from attnpo.weights.capture import UnreadablePair
 from attnpo.weights.pipeline import training_weights
-from attnpo.weights.sources.reward_attention import LoadedReward, RewardAttention, credit
+from attnpo.weights.sources.reward_attention import LoadedReward, RewardAttention, response_attention
 from tests.run.made import make, make_inputs
 from tests.run.worlds import TRAIN, VAL, World, build_world
 from tests.weights.fakes import words
@@ -83,7 +83,7 @@ def test_pairs_that_cannot_be_shown_come_back_with_a_reason() -> None:
     pairs = [pair_of("a b c", "d"), pair_of("a", "never"), pair_of("", "a"), pair_of("a b", "c")]
     captured = RewardAttention(max_length=5).capture(pairs, TOOLS, (1,))
     assert [pair.pair_id for pair in captured] == [pair.pair_id for pair in pairs]
-    reasons = [pair.reason if isinstance(pair, Unreadable) else "" for pair in captured]
+    reasons = [pair.reason if isinstance(pair, UnreadablePair) else "" for pair in captured]
     assert reasons == ["a conversation is longer than weights.max_length 5", "the template refuses it",
                        "a response is empty", ""]  # fmt: skip
     assert RewardAttention(max_length=5).capture(pairs[:1], TOOLS, (1,))[0].rounds == ()
@@ -92,7 +92,7 @@ def test_pairs_that_cannot_be_shown_come_back_with_a_reason() -> None:
 def test_settings_are_checked_and_named() -> None:
     with pytest.raises(UserError, match=r"weights\.path"):
         RewardAttention().capture([pair_of("a", "b")], None, (1,))
-    with pytest.raises(UserError, match=r"weights\.layer=auto asks a judge"):
+    with pytest.raises(UserError, match=r"weights\.layer=auto needs a judge"):
         RewardAttention("auto")
     with pytest.raises(UserError, match=r"weights\.max_length must be at least 1"):
         RewardAttention(max_length=0)
@@ -159,7 +159,7 @@ def test_a_run_reads_it_once_and_stores_it(world: World, tmp_path: Path, caplog:
     model, pair, example = RewardModel(load_model(path, reward=True)), first.pairs["train"].pairs[0], first.examples
     encoded = made.base.chat.encode(pair.prompt, pair.chosen)
     (reading,) = model.read([encoded.prompt_ids + encoded.response_ids], layers=(2,), verdict=False)
-    raw = credit(reading.rows, encoded).weights[0]
+    raw = response_attention(reading.rows, encoded).weights[0]
     found = example["train"].examples[0].weights[0]
     torch.testing.assert_close(found[: len(raw)], raw / raw.sum(), rtol=1e-5, atol=1e-7)
     assert not found[len(raw) :].any(), "the end of turn"

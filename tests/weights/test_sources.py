@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnpo.judge.base import LoadedJudge
-from attnpo.judge.layers import HeadRow, Row
+from attnpo.judge.layers import HeadRow, StoredRow
 from attnpo.schema import PairWeights, UserError
 from attnpo.weights.postprocess import Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
@@ -64,16 +64,16 @@ def test_select_leaves_the_wanted_layer_or_the_mean_of_several() -> None:
 
 def test_select_refuses_a_layer_that_was_not_stored_and_one_not_resolved() -> None:
     captured, _ = capture((1,))
-    with pytest.raises(UserError, match=r"layer 4 is not among the rows at hand \(L01\)"):
+    with pytest.raises(UserError, match=r"layer 4 is not among the stored rows \(L01\)"):
         Attention().resolve(4).select(captured[0], (1,))
-    with pytest.raises(UserError, match="'last' is not yet a number"):
+    with pytest.raises(UserError, match="'last' is not a number yet"):
         Attention().select(captured[0], (1,))
 
 
 def test_stored_layers_and_the_capture_fingerprint() -> None:
-    assert Attention().capture_layers(3) == (1, 2, 3)
-    assert Attention("1/2", store_layers="selected").capture_layers(4) == (2,)
-    assert Attention(layers=(4, 1), store_layers="selected").capture_layers(4) == (1, 4)
+    assert Attention().layers_to_store(3) == (1, 2, 3)
+    assert Attention("1/2", store_layers="selected").layers_to_store(4) == (2,)
+    assert Attention(layers=(4, 1), store_layers="selected").layers_to_store(4) == (1, 4)
     process = Postprocess(RoundOrder.NORMALIZE_THEN_MEAN, 0)
     other = Attention(2, layers=(1, 2), postprocess=process, store_layers="selected")
     assert other.capture_fingerprint() == Attention().capture_fingerprint()
@@ -82,17 +82,17 @@ def test_stored_layers_and_the_capture_fingerprint() -> None:
 
 
 def test_layers_are_named_like_the_one_layer() -> None:
-    assert Attention(layers=("last", "1/2", 1)).resolve(4).rows_read() == (1, 2, 4)
+    assert Attention(layers=("last", "1/2", 1)).resolve(4).rows_to_read() == (1, 2, 4)
     with pytest.raises(UserError, match=r"^weights\.layers: expected a whole number from 1 to 4.*got 9$"):
         Attention(layers=(1, 9)).resolve(4)
-    with pytest.raises(UserError, match="'1/2' is not yet a number"):
-        Attention(layers=(1, "1/2")).rows_read()
+    with pytest.raises(UserError, match="'1/2' is not a number yet"):
+        Attention(layers=(1, "1/2")).rows_to_read()
 
 
-HEAD_ROWS: tuple[Row, ...] = tuple(HeadRow(layer, head) for layer in (1, 2) for head in (1, 2, 3))
+HEAD_ROWS: tuple[StoredRow, ...] = tuple(HeadRow(layer, head) for layer in (1, 2) for head in (1, 2, 3))
 
 
-def capture_heads(rows: tuple[Row, ...] = HEAD_ROWS) -> tuple[PairWeights, HeadJudge]:
+def capture_heads(rows: tuple[StoredRow, ...] = HEAD_ROWS) -> tuple[PairWeights, HeadJudge]:
     judge = HeadJudge(num_layers=2)
     source = Attention(heads=(1,)).resolve(2)
     return source.capture([make_pair(0)], LoadedJudge(judge, FakePrompts()), rows)[0], judge
@@ -122,16 +122,16 @@ def test_chosen_heads_are_averaged_then_the_layers() -> None:
     torch.testing.assert_close(selected(Attention("last", heads=(3, 1))), raw[1, [0, 2]].mean(0, keepdim=True))
     both = selected(Attention(layers=(2, 1), heads=(2, 3)))
     torch.testing.assert_close(both, raw[:, 1:].mean(1).mean(0, keepdim=True))
-    with pytest.raises(UserError, match=r"head 1 of layer 2 is not among the rows at hand \(L01H01\)"):
+    with pytest.raises(UserError, match=r"head 1 of layer 2 is not among the stored rows \(L01H01\)"):
         Attention(2, heads=(1,)).select(captured, (HeadRow(1, 1),))
 
 
 def test_stored_heads_and_their_fingerprint() -> None:
     source = Attention("1/2", heads=(3,))
-    assert source.capture_heads(2, 3) == HEAD_ROWS
+    assert source.heads_to_store(2, 3) == HEAD_ROWS
     selected = replace(source, store_layers="selected")
-    assert selected.capture_heads(2, 3) == HEAD_ROWS[:3], "every head of the wanted layer"
-    assert selected.resolve(2).rows_read() == (HeadRow(1, 3),)
+    assert selected.heads_to_store(2, 3) == HEAD_ROWS[:3], "every head of the wanted layer"
+    assert selected.resolve(2).rows_to_read() == (HeadRow(1, 3),)
     assert source.capture_fingerprint() == Attention("last", heads=(1, 2)).capture_fingerprint()
     assert source.capture_fingerprint() == {**Attention().capture_fingerprint(), "heads": "each"}
     assert Attention().capture_fingerprint() == {
@@ -149,6 +149,6 @@ def test_heads_that_are_no_choice_are_refused(heads: tuple[int, ...]) -> None:
 
 def test_heads_outside_the_judge_name_the_range() -> None:
     with pytest.raises(UserError, match=r"weights\.heads: expected query heads from 1 to 4 .*got 5 in \[1, 5\]"):
-        Attention(heads=(1, 5)).capture_heads(2, 4)
-    with pytest.raises(UserError, match=r"config promises 4 query heads, its attention has 3"):
+        Attention(heads=(1, 5)).heads_to_store(2, 4)
+    with pytest.raises(UserError, match=r"config, but its attention has 3 heads"):
         capture_heads((HeadRow(1, 4),))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnpo.schema import EncodedResponse, PreferenceBatch, PreferencePair, RowGroup, TokenStats
 from attnpo.weights.pipeline import training_weights
-from attnpo.weights.sources.transport import LEAST_REG, Transport, sweeps_needed, token_costs, transport
+from attnpo.weights.sources.transport import LEAST_REG, Transport, solve_transport, sweeps_needed, token_costs
 
 COUNTS = ((7, 4), (1, 5), (3, 3), (6, 1))  # tokens of the chosen and the rejected response
 WIDTH = 9
@@ -80,7 +80,7 @@ def test_the_sweeps_reach_the_tolerance_in_weights_and_mass(reg: float, reg_m: f
     costs = token_costs(*states(batch).chunk(2), *mask)
 
     def solved(sweeps: int) -> Tensor:
-        plan = transport(costs, *mask, reg, reg_m, sweeps)
+        plan = solve_transport(costs, *mask, reg, reg_m, sweeps)
         return torch.cat([plan.chosen[mask[0]], plan.rejected[mask[1]], plan.scale])
 
     limit = solved(1000)
@@ -91,7 +91,7 @@ def test_the_sweeps_reach_the_tolerance_in_weights_and_mass(reg: float, reg_m: f
     for tolerance in (1e-3, 1e-6, 1e-9):
         assert error(sweeps_needed(reg, reg_m, tolerance)) <= tolerance
     assert error(1) > 1e-7
-    assert Transport().sweeps == 5
+    assert Transport().sweep_count == 5
 
 
 def test_what_stands_off_the_response_never_matters() -> None:
@@ -170,5 +170,5 @@ def test_equal_weights_stand_in_until_training() -> None:
 
 def test_without_states_there_are_no_weights() -> None:
     batch = made_batch()
-    with pytest.raises(ValueError, match="need the policy's hidden states"):
+    with pytest.raises(ValueError, match="needs the policy's hidden states"):
         Transport().weights(TokenStats(torch.zeros(8, WIDTH)), None, batch)

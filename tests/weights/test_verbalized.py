@@ -12,12 +12,12 @@ import torch
 from attnpo.schema import Message, PairWeights, PreferencePair, Sampling, UserError
 from attnpo.system.store import Store
 from attnpo.text.chat import RefusedText
-from attnpo.weights.base import WeightSource, least_coverage
-from attnpo.weights.capture import Unreadable, ensure_captured, weights_key
+from attnpo.weights.base import WeightSource, required_coverage
+from attnpo.weights.capture import UnreadablePair, ensure_captured, weights_key
 from attnpo.weights.readers import VerbalizerStatistics, answer_statistics
-from attnpo.weights.score_parser import NO_PARTS, NOT_IN_RESPONSE, ScoredSpan, read_answer
+from attnpo.weights.score_parser import NO_PARTS, NOT_IN_RESPONSE, ScoredSpan, parse_scores
 from attnpo.weights.sources.attention import Attention
-from attnpo.weights.sources.verbalized import LoadedVerbalizer, Verbalized, spread
+from attnpo.weights.sources.verbalized import LoadedVerbalizer, Verbalized, spread_scores
 from attnpo.weights.verbalizer_settings import ScoreQuestions
 
 GREEDY = Sampling(max_new_tokens=64, temperature=0.0)
@@ -31,7 +31,7 @@ class Words(ScoreQuestions):
 
     room: int = 100
 
-    def ask(self, pair: PreferencePair, side: str) -> list[Message]:
+    def build_prompt(self, pair: PreferencePair, side: str) -> list[Message]:
         if len(pair.response(side)) > self.room:
             raise RefusedText("too long", f"the {side} response has {len(pair.response(side))} characters")
         return [Message(role="user", content=f"score: {pair.response(side)}")]
@@ -75,7 +75,11 @@ def tools(generator: Recorded, **more: Any) -> LoadedVerbalizer:
 def test_it_is_a_source_with_a_least_coverage_of_its_own() -> None:
     source = Verbalized()
     assert isinstance(source, WeightSource) and source.partial
-    assert (least_coverage(source), least_coverage(source, 0.5), least_coverage(Attention(1))) == (0.9, 0.5, 0.0)
+    assert (required_coverage(source), required_coverage(source, 0.5), required_coverage(Attention(1))) == (
+        0.9,
+        0.5,
+        0.0,
+    )
 
 
 def test_scores_stand_on_the_tokens_of_their_part_and_silence_is_zero() -> None:
@@ -92,15 +96,15 @@ def test_scores_stand_on_the_tokens_of_their_part_and_silence_is_zero() -> None:
 def test_who_cannot_be_asked_is_unreadable_and_costs_no_answer() -> None:
     generator = Recorded(ANSWERS)
     refused, found = Verbalized().capture([LONG, GOOD], tools(generator), (0,))
-    assert refused == Unreadable(LONG.pair_id, (), "too long", "the chosen response has 200 characters")
+    assert refused == UnreadablePair(LONG.pair_id, (), "too long", "the chosen response has 200 characters")
     assert found.pair_id == GOOD.pair_id and len(found.rounds) == 1
     assert generator.calls == [2]
-    assert [type(pair) for pair in Verbalized().capture([LONG], tools(generator), (0,))] == [Unreadable]
+    assert [type(pair) for pair in Verbalized().capture([LONG], tools(generator), (0,))] == [UnreadablePair]
     assert generator.calls == [2], "nothing was asked where nothing can be"
 
 
 def test_without_a_generator_the_group_to_set_is_named() -> None:
-    with pytest.raises(UserError, match="set the group verbalizer"):
+    with pytest.raises(UserError, match="set the config group verbalizer"):
         Verbalized().capture([GOOD], None, (0,))
 
 
@@ -119,14 +123,14 @@ SPREAD: list[tuple[str, list[ScoredSpan], list[tuple[int, int]], list[float]]] =
     ("spans", "places", "expected"), [case[1:] for case in SPREAD], ids=[case[0] for case in SPREAD]
 )
 def test_spread(spans: list[ScoredSpan], places: list[tuple[int, int]], expected: list[float]) -> None:
-    assert spread(spans, "ab c", places).tolist() == expected
+    assert spread_scores(spans, "ab c", places).tolist() == expected
 
 
 def test_a_paragraph_break_within_a_part_has_its_score() -> None:
     response = "Hello there\n\nfriend. Bye"
-    spans = read_answer(parts(("Hello there\n\nfriend.", 4)), response).spans
+    spans = parse_scores(parts(("Hello there\n\nfriend.", 4)), response).spans
     places = [(0, 5), (5, 11), (11, 13), (13, 20), (20, 24)]
-    assert spread(spans, response, places).tolist() == [4.0, 4.0, 4.0, 4.0, 0.0]
+    assert spread_scores(spans, response, places).tolist() == [4.0, 4.0, 4.0, 4.0, 0.0]
 
 
 def test_rows_and_refusals_come_back_from_the_store_as_they_were(tmp_path: Path) -> None:
@@ -141,7 +145,7 @@ def test_rows_and_refusals_come_back_from_the_store_as_they_were(tmp_path: Path)
     assert (report.computed, second.computed) == (2, 0)
     assert torch.equal(first[GOOD.pair_id].rounds[0].chosen.weights, again[GOOD.pair_id].rounds[0].chosen.weights)
     assert again[LONG.pair_id] == first[LONG.pair_id]
-    assert isinstance(again[LONG.pair_id], Unreadable)
+    assert isinstance(again[LONG.pair_id], UnreadablePair)
 
 
 def statistics(answers: dict[tuple[str, str], str]) -> VerbalizerStatistics:
@@ -153,7 +157,7 @@ def test_what_could_not_be_read_is_counted_by_reason() -> None:
     found = statistics({(GOOD.pair_id, side): ANSWERS[GOOD.response(side)] for side in ("chosen", "rejected")})
     assert found == VerbalizerStatistics(2, 2, 1, 2, 0.5, {NO_PARTS: 1}, unasked=1)
     assert found.parse_rate == 0.5
-    numbers = found.numbers()
+    numbers = found.to_dict()
     assert json.loads(json.dumps(numbers)) == numbers
     assert (numbers["parse_rate"], numbers["problems"]) == (0.5, {NO_PARTS: 1})
 

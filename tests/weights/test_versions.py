@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from attnpo.judge.base import CAPTURE_VERSION, LoadedJudge
-from attnpo.judge.prompts import JudgePrompts
-from attnpo.judge.reader import CausalJudge
+from attnpo.judge.causal_judge import CausalJudge
+from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.judge.settings import JudgeRules
 from attnpo.models.layouts import padded_layout
 from attnpo.models.loading import load_model, load_tokenizer
@@ -20,10 +20,10 @@ from attnpo.schema import SIDES, Message, PreferencePair
 from attnpo.system.store import Store
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.capture import REFERENCE_VERSION, load_captured, load_logps, store_captured, store_logps
-from attnpo.weights.score_parser import read_answer
+from attnpo.weights.score_parser import parse_scores
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
-from attnpo.weights.sources.verbalized import READER, spread
+from attnpo.weights.sources.verbalized import READER, spread_scores
 from tests.conformance.drawn import model_folder
 
 PAIR = PreferencePair.from_texts(
@@ -68,7 +68,9 @@ def test_captured_rows_are_those_of_their_version(golden: Path, chat: ChatFormat
     ):
         rules = JudgeRules(str(golden / "template.txt"), max_length=length, max_response_length=10)
         table = Store(tmp_path).table("weights", {"name": name})
-        store_captured(table, source.capture([PAIR], LoadedJudge(judge, JudgePrompts(rules, chat)), layers), layers)
+        store_captured(
+            table, source.capture([PAIR], LoadedJudge(judge, JudgePromptBuilder(rules, chat)), layers), layers
+        )
         rounds = load_captured(table, [PAIR.pair_id], layers)[PAIR.pair_id].rounds
         parts = [item.side(side) for item in rounds for side in SIDES]
         seen[name] = [value for part in parts for value in (len(part.token_ids), *map(placed, part.weights))]
@@ -94,5 +96,5 @@ def test_reference_log_probabilities_are_those_of_their_version(golden: Path, ch
 
 def test_answers_are_read_as_their_version_says() -> None:
     places = [(0, 5), (5, 11), (11, 12), (12, 24), (58, 69)]
-    seen = spread(read_answer(ANSWER, PAIR.chosen).spans, PAIR.chosen, places).tolist()
+    seen = spread_scores(parse_scores(ANSWER, PAIR.chosen).spans, PAIR.chosen, places).tolist()
     assert seen == READ.get(READER), seen

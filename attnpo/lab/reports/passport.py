@@ -32,23 +32,23 @@ from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell
 from attnpo.evaluation.intervals import t_quantile
 from attnpo.judge.base import JudgeModel, JudgeReading, LoadedJudge
 from attnpo.judge.judge import RunJudge
-from attnpo.judge.layers import Row, attending, distinct_layers
+from attnpo.judge.layers import StoredRow, distinct_layers, layers_with_attention
 from attnpo.judge.verdicts import CUT as TRACE_CUT
 from attnpo.judge.verdicts import (
     ENOUGH,
+    JudgeStanding,
     JudgeStatistics,
     LabelMass,
-    Standing,
-    accuracy_in_words,
-    count_texts,
-    in_words,
+    count_most_frequent,
+    describe_accuracy,
+    describe_texts,
     is_silent,
     judge_standing,
     judge_statistics,
-    margin_of,
+    pairs_with_verdicts,
     trace_statistics,
-    wilson,
-    with_verdicts,
+    verdict_margin,
+    wilson_interval,
 )
 from attnpo.lab.auto_layer import at_layers, pool_splits
 from attnpo.lab.reports.output import MARK, check_free
@@ -67,11 +67,11 @@ from attnpo.system.locks import folder_lock
 from attnpo.system.machine import package_versions
 from attnpo.system.processes import world_size
 from attnpo.system.store import Store
-from attnpo.weights.arrival import Arrival
+from attnpo.weights.arrival import WeightCoverage
 from attnpo.weights.base import WeightSource
-from attnpo.weights.capture import Unreadable, ensure_captured
-from attnpo.weights.faithfulness import Mode, Rankings, Removal, measure, rankings
-from attnpo.weights.postprocess import effective_number
+from attnpo.weights.capture import UnreadablePair, ensure_captured
+from attnpo.weights.faithfulness import Rankings, RemovalMode, RemovalSettings, measure_token_removal, rank_tokens
+from attnpo.weights.postprocess import effective_token_count
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class Judged:
     sample: list[PreferencePair]
     shown: list[PreferencePair]
     captured: Mapping[str, PairWeights]
-    rows: tuple[Row, ...]
+    rows: tuple[StoredRow, ...]
     heard: RecordingJudge
     cost: dict[str, Any]
 
@@ -205,7 +205,7 @@ def judge_sample(
     loaded = replace(judge.load(device, keep=False), verdict=True)
     loading = time.perf_counter() - began
     heard, layered = RecordingJudge(loaded.model), layer_source(source)
-    every = list(attending(judge.num_layers))
+    every = list(layers_with_attention(judge.num_layers))
     source = at_layers(layered, every[0], every).resolve(judge.num_layers)
     rows = source.rows_to_store(judge.num_layers, lambda: judge.num_heads)
     asked, progress = replace(loaded, model=heard), partial(log.info, "passport: %d of %d pairs")
@@ -217,7 +217,7 @@ def judge_sample(
     shown = [pair for pair in sample if captured[pair.pair_id].rounds]
     if not shown:
         first = captured[sample[0].pair_id]
-        story = first.story if isinstance(first, Unreadable) else "it has no rounds"
+        story = first.story if isinstance(first, UnreadablePair) else "it has no rounds"
         raise UserError(
             f"passport: the judge can be shown none of {len(sample)} pairs; the first, pair {first.pair_id}: {story}"
         )
@@ -260,8 +260,8 @@ def measure_judge(
     judge, read, pool = judged.judge, list(judged.read.values()), pool_splits(encoded)
     rounds = [item for pair in read for item in pair.rounds]
     asked = distinct_layers(settings.layers, judge.num_layers, "passport.layers")
-    numbers = list(asked) or list(attending(judge.num_layers))
-    ranked = {layer: rankings(judged.source(layer), judged.read, judged.rows) for layer in numbers}
+    numbers = list(asked) or list(layers_with_attention(judge.num_layers))
+    ranked = {layer: rank_tokens(judged.source(layer), judged.read, judged.rows) for layer in numbers}
     fits = sample_as_splits(replace(pool, tally=Tally(), read=len(judged.sample)), judged.sample)["train"]
     falls, full, removals = measure_removal(ranked, judged, settings) if settings.removal_pairs else ({}, None, 0)
     looks = []
@@ -271,8 +271,8 @@ def measure_judge(
     statistics, found = judge_statistics(read, labels), margins(read)
     masses = np.array(judged.heard.masses).reshape(-1, 2).mean(axis=1)  # a pair's two prompts follow each other
     answers = sum(item.side(side).token_ids.numel() for item in rounds for side in SIDES)
-    texts = count_texts((item.verdict_token for item in rounds), judge.written)
-    low = LabelMass(float(masses.mean()), 2 * len(read), texts).problem(judge.settings.min_label_mass)
+    texts = count_most_frequent((item.verdict_token for item in rounds), judge.decode_token)
+    low = LabelMass(float(masses.mean()), 2 * len(read), texts).describe_shortfall(judge.settings.min_label_mass)
     left = judged.cost["pairs"] - len(judged.sample)
     silent = [np.mean([item.verdict_token not in labels for item in pair.rounds]) for pair in read]
     dropped = Counter[str]()
@@ -305,7 +305,7 @@ def measure_judge(
         "layers": looks,
         "full": full,
         "coverage": 1 - made.unmatched_share if made.content_tokens else math.nan,
-        "source_coverage": Arrival.of(made.examples).source_coverage,
+        "source_coverage": WeightCoverage.mean_over(made.examples).source_coverage,
         "cost": {**judged.cost, "removals": removals},
         "rows": sum(one.read for one in pairs.values()),
         "data": dropped,
@@ -323,7 +323,7 @@ def look_at(judged: Judged, layer: int, ranked: Rankings, grammar: Grammar | Non
     arrives on training tokens; ``lost``: a warning where much of it does not. ``truth``: share of the weights on tokens
     that truly decide, where that is known. ``fall``, ``random`` and ``gain`` are left to ``measure_removal``.
     """
-    source, arrived = judged.source(layer), Arrival.of(made.examples)
+    source, arrived = judged.source(layer), WeightCoverage.mean_over(made.examples)
     mass = np.zeros((len(judged.read), 2))  # on the answer shown first and second, mean over rounds
     for row, pair in zip(mass, judged.read.values(), strict=True):
         rounds = source.select(pair, judged.rows).rounds  # with one row
@@ -332,7 +332,7 @@ def look_at(judged: Judged, layer: int, ranked: Rankings, grammar: Grammar | Non
             row += sums if item.chosen_is_a else sums[::-1]
         row /= len(rounds)
     weights = [torch.tensor(side.weights) for sides in ranked.values() for side in sides.values() if side.weights]
-    effective = [effective_number(row) for row in weights]
+    effective = [effective_token_count(row) for row in weights]
     shares = [number / row.numel() for number, row in zip(effective, weights, strict=True)]
     return {
         "layer": layer,
@@ -358,15 +358,17 @@ def measure_removal(
     random ones of the same places, means over shares; ``gain``: their difference, at the level that holds for all
     layers together. Beside them the mean log-odds with whole responses, and how many prompts it took.
     """
-    removal = Removal(settings.shares, settings.draws, settings.seed, (Mode.REMOVE,))
+    removal = RemovalSettings(settings.shares, settings.draws, settings.seed, (RemovalMode.REMOVE,))
     sample, judge, prompts = judged.shown[: settings.removal_pairs], judged.loaded.model, judged.loaded.prompts
     log.info("passport: removing tokens of %d pairs in %d layers", len(sample), len(ranked))
     progress = partial(log.info, "passport: %d of %d judge prompts")
-    found = measure(sample, {str(layer): rows for layer, rows in ranked.items()}, judge, prompts, removal, progress)
+    found = measure_token_removal(
+        sample, {str(layer): rows for layer, rows in ranked.items()}, judge, prompts, removal, progress
+    )
     falls = {}
     for layer in ranked:
-        fall = float(np.mean([found.fall(str(layer), share).mean() for share in settings.shares]))
-        gain = mean(found.scores(str(layer)), layer_level(len(ranked)))
+        fall = float(np.mean([found.log_odds_drop(str(layer), share).mean() for share in settings.shares]))
+        gain = mean(found.mean_advantages(str(layer)), layer_level(len(ranked)))
         falls[layer] = {"fall": fall, "random": fall - gain.value, "gain": gain}
     return falls, float(found.full.mean()), found.prompts
 
@@ -395,8 +397,8 @@ class Estimate:
 def margins(captured: Sequence[PairWeights]) -> Margins:
     """Returns the margins of the pairs with a verdict in each of two orders."""
     rows = [
-        [margin_of(item) for item in sorted(pair.rounds, key=lambda item: not item.chosen_is_a)]
-        for pair in with_verdicts(captured)
+        [verdict_margin(item) for item in sorted(pair.rounds, key=lambda item: not item.chosen_is_a)]
+        for pair in pairs_with_verdicts(captured)
         if sorted(item.chosen_is_a for item in pair.rounds) == [False, True]
     ]
     return np.array(rows, dtype=np.float64).reshape(-1, 2)
@@ -405,7 +407,7 @@ def margins(captured: Sequence[PairWeights]) -> Margins:
 def share(values: Float[np.ndarray, " cases"]) -> Estimate:
     """Returns the mean of values from 0 to 1 with Wilson's 95 % interval."""
     value = float(values.mean()) if values.size else math.nan
-    return Estimate(value, *(wilson(value, values.size) if values.size else (math.nan, math.nan)), values.size)
+    return Estimate(value, *(wilson_interval(value, values.size) if values.size else (math.nan, math.nan)), values.size)
 
 
 def mean(values: Float[np.ndarray, " cases"], level: float = LEVEL) -> Estimate:
@@ -482,10 +484,10 @@ RULE = (
     "of the accuracy holds one half. Doubtful: anything else"
 )
 ADVICE = {
-    Standing.CHANCE: "take another judge or wording (judge=..., other_judge.path with judge=other); until one is above "
-    "chance, train with weights=uniform",
-    Standing.BELOW: "check which column of the data holds the preferred answer, and judge.labels",
-    Standing.FEW: f"give at least {ENOUGH} labelled pairs",
+    JudgeStanding.CHANCE: "take another judge or wording (judge=..., other_judge.path with judge=other); until one is "
+    "above chance, train with weights=uniform",
+    JudgeStanding.BELOW: "check which column of the data holds the preferred answer, and judge.labels",
+    JudgeStanding.FEW: f"give at least {ENOUGH} labelled pairs",
 }
 
 
@@ -514,8 +516,8 @@ def assess_judge(
     """
     standing, silent = judge_standing(verdicts), is_silent(verdicts)
     tied = [layer for layer, gain in gains.items() if gain.low > 0]
-    reasons, advice = [accuracy_in_words(verdicts)], [ADVICE[standing]] if standing in ADVICE else []
-    if standing in (Standing.CHANCE, Standing.FEW) and left:
+    reasons, advice = [describe_accuracy(verdicts)], [ADVICE[standing]] if standing in ADVICE else []
+    if standing in (JudgeStanding.CHANCE, JudgeStanding.FEW) and left:
         advice.append(f"judge more pairs: {left} are left (passport.pairs)")
     if silent:
         reasons.append(f"{100 * verdicts.other_tokens:.0f} % of its verdicts name no label")
@@ -531,13 +533,13 @@ def assess_judge(
         reasons.append(f"its verdict hangs {hangs} {which}")
     else:
         reasons.append(f"in none of {len(gains)} layers does its verdict hang {hangs}")
-    worth = CHANCE if standing is Standing.CHANCE else DOUBTFUL
-    if standing is Standing.ABOVE and gains and not tied:
+    worth = CHANCE if standing is JudgeStanding.CHANCE else DOUBTFUL
+    if standing is JudgeStanding.ABOVE and gains and not tied:
         advice.append(
             "more pairs may show a layer that counts (passport.removal_pairs); until then compare with "
             "transform=shuffled, or take weights=uniform"
         )
-    elif standing is Standing.ABOVE and not silent:
+    elif standing is JudgeStanding.ABOVE and not silent:
         worth = READING
         best = max(tied, key=lambda layer: (gains[layer].value, layer), default=None)
         begin = f"begin with weights.layer={best}, whose top-weighted tokens the verdict hangs on most; "
@@ -598,7 +600,7 @@ def _verdicts(found: Passport) -> Section:
     if truth is not None:
         rows.append(truth["wrong_labels"].cells("labels that are truly wrong"))
         rows.append(truth["accuracy"].cells("right by the truth, averaged"))
-    texts = Paragraph(f"Written at the verdict position: {in_words(found['written'], 2 * mass.count)}.")
+    texts = Paragraph(f"Written at the verdict position: {describe_texts(found['written'], 2 * mass.count)}.")
     return Section("Verdicts against the labels", [TableBlock(("", "value", "95 % interval", "of"), rows), texts])
 
 

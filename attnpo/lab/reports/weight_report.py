@@ -38,7 +38,7 @@ from attnpo.display.printed import (
 )
 from attnpo.display.tables import Cell
 from attnpo.display.weighed_pair import WeighedPair
-from attnpo.judge.layers import HeadRow, attending, distinct_layers
+from attnpo.judge.layers import HeadRow, distinct_layers, layers_with_attention
 from attnpo.judge.settings import Judge
 from attnpo.judge.verdicts import judge_warning
 from attnpo.lab.auto_layer import at_layers
@@ -53,10 +53,10 @@ from attnpo.schema import SIDES, UserError
 from attnpo.system.files import safe_filename
 from attnpo.system.machine import package_versions
 from attnpo.weights.arrival import COLUMNS as ARRIVED
-from attnpo.weights.arrival import Arrival
+from attnpo.weights.arrival import WeightCoverage
 from attnpo.weights.base import WeightSource
-from attnpo.weights.pipeline import finished_weights
-from attnpo.weights.postprocess import effective_number, shares_of
+from attnpo.weights.pipeline import compute_source_weights
+from attnpo.weights.postprocess import absolute_shares, effective_token_count
 
 if TYPE_CHECKING:
     import pandas
@@ -159,7 +159,7 @@ def asked_layers(
     if not hasattr(source, "layer"):
         raise UserError(f"layers: weights={name} has no layer to choose; leave layers out")
     depth = readers.make_judge().num_layers
-    return list(attending(depth) if layers == "all" else distinct_layers(layers, depth, "layers"))
+    return list(layers_with_attention(depth) if layers == "all" else distinct_layers(layers, depth, "layers"))
 
 
 def each_weights(
@@ -168,7 +168,7 @@ def each_weights(
     """Yields the weights of each layer on the training examples; the judge is asked at most once."""
     source, encoded = recipe.source, texts.encoded
     chosen = [layer for layer in layers if layer is not None]
-    if len(chosen) > 1 and not set(chosen) <= set(source.capture_layers(readers.make_judge().num_layers)):
+    if len(chosen) > 1 and not set(chosen) <= set(source.layers_to_store(readers.make_judge().num_layers)):
         readers.weigh(at_layers(source, chosen[0], chosen), encoded)  # store_layers: selected would judge once a layer
     for layer in layers:
         here = (
@@ -215,7 +215,7 @@ def measure(
         tokens[side] = means[means["count"] >= min_count]
         most = max([most, *means["count"].tolist()])
     kept = {example.pair_id for example in examples.examples}
-    arrived = Arrival.of(examples.examples)
+    arrived = WeightCoverage.mean_over(examples.examples)
     account: dict[str, Cell] = {
         "pairs read": examples.read,
         "pairs kept": len(examples.examples),
@@ -242,7 +242,7 @@ def shares_before_sink(weighed: WeighingResult, encoded: EncodedSet, kept: set[s
         if pair.pair_id not in kept:
             continue
         found = weighed.captured.get(pair.pair_id)
-        finished = finished_weights(source, found, sides, layers=weighed.layers, pair=pair)
+        finished = compute_source_weights(source, found, sides, layers=weighed.layers, pair=pair)
         for side in SIDES:
             yield response_statistics(finished[side].weights)
 
@@ -292,7 +292,7 @@ def weights_label(source: WeightSource, option: str | None, transforms: Iterable
     """Returns what the tables call these weights: the option, its layer, the transforms."""
     name = option or type(source).__name__
     if hasattr(source, "layer"):
-        rows = source.rows_read()
+        rows = source.rows_to_read()
         name += " " + "+".join(f"L{row.layer}H{row.head}" if isinstance(row, HeadRow) else f"L{row}" for row in rows)
     return " + ".join([name, *transforms])
 
@@ -357,7 +357,7 @@ def response_statistics(weights: Float[Tensor, " m"], length: float | int | None
     if not bool(torch.isfinite(weights).all()):
         bad = int((~torch.isfinite(weights)).sum())
         raise UserError(f"weight statistics: expected finite weights, got {bad} of {count} that are not")
-    row, shares, effective = weights.double(), shares_of(weights), effective_number(weights)
+    row, shares, effective = weights.double(), absolute_shares(weights), effective_token_count(weights)
     tenth = -(-count // round(1 / TOP_SHARE))  # in whole numbers: 0.1 * 30 is above 3 in floating point
     return {
         "std": float(row.std(correction=0)),

@@ -31,7 +31,14 @@ from attnpo.run.resolve import Readers
 from attnpo.schema import PreferencePair, UserError, check_at_least
 from attnpo.system.files import safe_filename
 from attnpo.weights.base import WeightSource
-from attnpo.weights.faithfulness import Mode, Rankings, Removal, measure, rankings, score_of
+from attnpo.weights.faithfulness import (
+    Rankings,
+    RemovalMode,
+    RemovalSettings,
+    faithfulness_score,
+    measure_token_removal,
+    rank_tokens,
+)
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
 
@@ -101,11 +108,11 @@ class Faithfulness:
         if grammar is not None:
             ranked[TRUTH] = None, true_rankings(sample, tokens, grammar)
         loaded = readers.make_judge().load(readers.base.device)
-        removal = Removal(self.shares, self.draws, self.seed)
+        removal = RemovalSettings(self.shares, self.draws, self.seed)
         log.info("faithfulness: measuring %d sources of weights on %d pairs", len(ranked), len(sample))
         sources = {name: rows for name, (_, rows) in ranked.items()}
         progress = partial(log.info, "faithfulness: %d of %d judge prompts")
-        found = measure(sample, sources, loaded.model, loaded.prompts, removal, progress)
+        found = measure_token_removal(sample, sources, loaded.model, loaded.prompts, removal, progress)
         kept = [pair for pair in sample if pair.pair_id in set(found.pair_ids)]
         return {
             "pairs": len(found.pair_ids),
@@ -117,12 +124,15 @@ class Faithfulness:
                 name: {
                     "layer": layer,
                     "mass": None if grammar is None else decisive_mass(kept, rows, grammar),
-                    "fall": {str(share): round(float(found.fall(name, share).mean()), 4) for share in self.shares},
+                    "fall": {
+                        str(share): round(float(found.log_odds_drop(name, share).mean()), 4) for share in self.shares
+                    },
                     **{
                         mode.value: {
-                            str(share): found.advantage(name, mode, share).round(4).tolist() for share in self.shares
+                            str(share): found.advantage_over_random(name, mode, share).round(4).tolist()
+                            for share in self.shares
                         }
-                        for mode in Mode
+                        for mode in RemovalMode
                     },
                 }
                 for name, (layer, rows) in ranked.items()
@@ -153,7 +163,7 @@ def rollout_rankings(
     own = getattr(layer_source(source), "postprocess", None)
     rollout = Rollout() if own is None else Rollout(postprocess=own)
     weighed = readers.weigh(rollout, sample_as_splits(pool, sample))
-    return rankings(weighed.source, weighed.captured, weighed.layers)
+    return rank_tokens(weighed.source, weighed.captured, weighed.layers)
 
 
 def equal_rankings(rows: Rankings) -> Rankings:
@@ -234,7 +244,7 @@ class _WorldReport:
                 "weights": name,
                 "layer": found["layer"],
                 **{head: float(np.mean(found[mode][share])) for head, mode, share in self._removal_columns()},
-                "score": score_of(found),
+                "score": faithfulness_score(found),
                 "true mass": found["mass"],
                 self.reward_column: self.layer_rewards[seed].get(found["layer"]),
             }

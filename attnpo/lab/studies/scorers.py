@@ -27,7 +27,7 @@ from attnpo.schema import UserError
 from attnpo.system.files import read_checksums, safe_filename, write_checksums
 from attnpo.system.locks import folder_lock
 from attnpo.training.checkpoint_folders import STATE, remove_folder
-from attnpo.weights.base import online_reads
+from attnpo.weights.base import online_statistics
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def train_scorers(
         result = None if name in found.lost else read_result(place)[0]
         if result is not None:
             run = made[name].config
-            asked = run.objective.requires | online_reads(run.weights)
+            asked = run.objective.requires | online_statistics(run.weights)
             found.runs[name] = make_scorer_run(place / MODEL, result, run.batch.pairs, asked, run.reference)
             took = f"trained in {result.seconds['all']:.0f} s" if name in lacking else "reused from the store"
             log.info("scorer %s: %s, in %s", name, took, place)

@@ -27,8 +27,8 @@ from attnpo.schema import digest
 from attnpo.system.files import file_digest, read_record, safe_filename, write_record
 from attnpo.system.machine import package_versions
 from attnpo.system.source_digest import source_digest
-from attnpo.weights.base import OnlineSource, WeightSource, online_reads
-from attnpo.weights.pipeline import finished_weights
+from attnpo.weights.base import OnlineSource, WeightSource, online_statistics
+from attnpo.weights.pipeline import compute_source_weights
 
 log = logging.getLogger(__name__)
 
@@ -188,9 +188,9 @@ def _source_cost(source: WeightSource, step_pairs: int, weighed: WeighingResult,
     if not weighed.source.requires and not isinstance(weighed.source, OnlineSource):
         began = time.perf_counter()
         for pair, sides in zip(pairs, encoded.encoded, strict=False):
-            finished_weights(weighed.source, None, sides, pair=pair)
+            compute_source_weights(weighed.source, None, sides, pair=pair)
         seconds = (time.perf_counter() - began) / max(1, len(pairs))
-    return SourceCost(weighed.reads, seconds, ROWS if "input_gradient" in online_reads(source) else 0, step_pairs)
+    return SourceCost(weighed.reads, seconds, ROWS if "input_gradient" in online_statistics(source) else 0, step_pairs)
 
 
 def _record_gate(basis: SharedInputs, name: str, report: object) -> None:

@@ -30,7 +30,7 @@ class KnownParts:
         """Returns the identity of the grammar, which determines the parts."""
         return {"grammar": self.grammar.digest()}
 
-    def generator(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> "Generator":
+    def make_generator(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> "Generator":
         """Builds the generator for forced decoding."""
         from attnpo.lab.testbed.forced_scores import ForcedScores
 

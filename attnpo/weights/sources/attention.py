@@ -1,4 +1,4 @@
-"""Judge attention: the row of the verdict position on the tokens of both responses."""
+"""Judge attention: the attention of the verdict position to the tokens of both responses."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,11 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.judge.base import JudgePrompt, JudgeReading, LoadedJudge, PromptBuilder
-from attnpo.judge.layers import HeadRow, Row, attending, distinct_layers, layer_column, resolve_layer
+from attnpo.judge.layers import HeadRow, StoredRow, distinct_layers, layer_column, layers_with_attention, resolve_layer
 from attnpo.schema import BOOKKEEPING, SIDES, JudgeRound, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.chat import RefusedText
 from attnpo.weights.base import CapturedSource
-from attnpo.weights.capture import show_pairs
+from attnpo.weights.capture import prepare_pairs
 from attnpo.weights.postprocess import Postprocess
 
 STORE_LAYERS = ("all", "selected")
@@ -24,12 +24,12 @@ STORE_LAYERS = ("all", "selected")
 class Attention(CapturedSource):
     """Attention of the last prompt token (the one that predicts the verdict).
 
-    ``layer``: 1-based number, "last", or a fraction of the layers with attention. ``layers``: when not empty, the mean
-    of these layers instead (Differs from the authors' "mean" sources: they add the layers up, which scales beta).
+    ``layer``: 1-based number, "last", or a fraction of the layers with attention. ``layers``: if not empty, the mean of
+    these layers instead (Differs from the authors' "mean" sources: they sum the layers, which scales beta).
     ``store_layers``: "all" stores every layer with attention, so that a layer study needs one judge pass; "selected"
-    only the wanted ones.
-    ``heads``: the query heads (from 1) whose mean is taken in each of these layers; empty for all of them. With heads
-    given the rows of every head are stored, in a table of their own: any other choice is a re-read.
+    stores only the requested ones. ``heads``: the query heads (from 1) to average in each of these layers; empty for
+    all. If heads are given, the rows of every head are stored in a separate table, so another choice needs no new judge
+    pass.
     """
 
     layer: int | str = "last"
@@ -51,73 +51,75 @@ class Attention(CapturedSource):
             )
 
     def resolve(self, num_layers: int) -> "Attention":
-        """Returns the same source with ``layer`` and ``layers`` as numbers from 1 to ``num_layers``, or a UserError."""
+        """Returns the source with ``layer`` and ``layers`` as 1-based numbers; UserError if one is out of range."""
         layers = tuple(distinct_layers(self.layers, num_layers, "weights.layers"))
         return replace(self, layer=resolve_layer(self.layer, num_layers), layers=layers)
 
-    def rows_read(self) -> tuple[Row, ...]:
-        """Returns the rows whose mean is the weights: layers, or chosen heads; UserError if unresolved."""
+    def rows_to_read(self) -> tuple[StoredRow, ...]:
+        """Returns the rows that are averaged, layers or chosen heads; UserError if unresolved."""
         layers = []
         for layer in self.layers or (self.layer,):
             if isinstance(layer, str):
-                raise UserError(f"weights.layer: {layer!r} is not yet a number; resolve it against the judge first")
+                raise UserError(f"weights.layer: {layer!r} is not a number yet; call resolve first")
             layers.append(layer)
         if self.heads:
             return tuple(HeadRow(layer, head) for layer in layers for head in self.heads)
         return tuple(layers)
 
-    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Returns all layers of the judge with attention, or only the wanted ones under ``store_layers: selected``."""
+    def layers_to_store(self, num_layers: int) -> tuple[int, ...]:
+        """Returns all layers of the judge with attention, or the requested ones under ``store_layers: selected``."""
         if self.store_layers == "all":
-            return attending(num_layers)
+            return layers_with_attention(num_layers)
         means = replace(self, heads=()).resolve(num_layers)
-        return tuple(row for row in means.rows_read() if isinstance(row, int))
+        return tuple(row for row in means.rows_to_read() if isinstance(row, int))
 
-    def rows_to_store(self, num_layers: int, num_heads: Callable[[], int]) -> tuple[Row, ...]:
-        """Returns the layers to store or, where heads are chosen, every head of each.
+    def rows_to_store(self, num_layers: int, num_heads: Callable[[], int]) -> tuple[StoredRow, ...]:
+        """Returns the layers to store, or every head of each if heads are chosen.
 
-        UserError when a chosen head is none of the judge's ``num_heads``.
+        UserError if a chosen head exceeds the judge's ``num_heads``.
         """
-        return self.capture_heads(num_layers, num_heads()) if self.heads else self.capture_layers(num_layers)
+        return self.heads_to_store(num_layers, num_heads()) if self.heads else self.layers_to_store(num_layers)
 
-    def capture_heads(self, num_layers: int, num_heads: int) -> tuple[HeadRow, ...]:
-        """Returns every head of the layers to store; UserError for a chosen one not among ``num_heads``."""
+    def heads_to_store(self, num_layers: int, num_heads: int) -> tuple[HeadRow, ...]:
+        """Returns every head of the layers to store; UserError if a chosen head exceeds ``num_heads``."""
         outside = [head for head in self.heads if not 1 <= head <= num_heads]
         if outside:
             raise UserError(
                 f"weights.heads: expected query heads from 1 to {num_heads} of this judge, got {outside[0]} in "
                 f"{list(self.heads)}"
             )
-        return tuple(HeadRow(row, head) for row in self.capture_layers(num_layers) for head in range(1, num_heads + 1))
+        return tuple(HeadRow(row, head) for row in self.layers_to_store(num_layers) for head in range(1, num_heads + 1))
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns what is read at the verdict position: the head mean, or each head when some are chosen."""
+        """Returns the heads stored at the verdict position: their mean, or each of them if some are chosen."""
         return {"source": "attention", "position": "last_prompt_token", "heads": "each" if self.heads else "mean"}
 
-    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
+    def capture(
+        self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[StoredRow, ...]
+    ) -> list[PairWeights]:
         """Returns both judge rounds of each pair, float32 rows of ``layers``, from one call of the judge."""
         numbers = tuple(dict.fromkeys(row.layer if isinstance(row, HeadRow) else row for row in layers))
         per_head = any(isinstance(row, HeadRow) for row in layers)
-        rows = partial(chosen_rows, numbers=numbers, wanted=layers)
-        return judge_rounds("attention", pairs, reader, rows, numbers, per_head=per_head)
+        rows = partial(select_rows, numbers=numbers, wanted=layers)
+        return capture_judge_rounds("attention", pairs, reader, rows, numbers, per_head=per_head)
 
-    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
-        """Returns ``captured`` with one row: the mean over the chosen heads (or all), then over the wanted layers."""
-        absent = [row for row in self.rows_read() if row not in layers]
+    def select(self, captured: PairWeights, layers: tuple[StoredRow, ...]) -> PairWeights:
+        """Reduces ``captured`` to one row: the mean over the chosen heads (or all), then over the requested layers."""
+        absent = [row for row in self.rows_to_read() if row not in layers]
         if absent:
             raise UserError(
-                f"weights.layer: {_in_words(absent[0])} is not among the rows at hand "
+                f"weights.layer: {_describe_row(absent[0])} is not among the stored rows "
                 f"({', '.join(map(layer_column, layers))}); run attnpo.weigh with weights.store_layers=all"
             )
         # Every layer has the same number of chosen heads, so one mean over all rows is the mean of the layers' means.
-        places = [layers.index(row) for row in self.rows_read()]
+        places = [layers.index(row) for row in self.rows_to_read()]
         if len(layers) == 1:
             return captured  # its row is the mean
-        return replace(captured, rounds=tuple(_mean_of(item, places) for item in captured.rounds))
+        return replace(captured, rounds=tuple(_mean_row(item, places) for item in captured.rounds))
 
 
-def _mean_of(item: JudgeRound, places: Sequence[int]) -> JudgeRound:
-    """Returns a round with one row left, the mean of those at ``places``."""
+def _mean_row(item: JudgeRound, places: Sequence[int]) -> JudgeRound:
+    """Reduces a round to one row, the mean of the rows at ``places``."""
     chosen, rejected = (
         TokenWeights(part.token_ids, part.offsets, part.weights[places].mean(dim=0, keepdim=True))
         for part in (item.chosen, item.rejected)
@@ -125,20 +127,20 @@ def _mean_of(item: JudgeRound, places: Sequence[int]) -> JudgeRound:
     return replace(item, chosen=chosen, rejected=rejected)
 
 
-def _in_words(row: Row) -> str:
+def _describe_row(row: StoredRow) -> str:
     return f"head {row.head} of layer {row.layer}" if isinstance(row, HeadRow) else f"layer {row}"
 
 
-def chosen_rows(reading: JudgeReading, numbers: Sequence[int], wanted: Sequence[Row]) -> Tensor:
-    """Returns the ``wanted`` rows of a reading of layers ``numbers``. UserError for a head it has not."""
+def select_rows(reading: JudgeReading, numbers: Sequence[int], wanted: Sequence[StoredRow]) -> Tensor:
+    """Selects the ``wanted`` rows of a reading of layers ``numbers``. UserError if a head does not exist."""
     heads = [row for row in wanted if isinstance(row, HeadRow)]
     if not heads:
         return reading.rows
     heads_read = reading.rows.shape[1]
     if max(row.head for row in heads) > heads_read:
         raise UserError(
-            f"weights.heads: the judge's config promises {max(row.head for row in heads)} query heads, its attention "
-            f"has {heads_read}; choose another judge, or weights.heads=[] for the mean over all heads"
+            f"weights.heads: head {max(row.head for row in heads)} was requested as in the judge's config, but its "
+            f"attention has {heads_read} heads; choose another judge, or weights.heads=[] for the mean over all heads"
         )
     layers = torch.tensor([numbers.index(row.layer) for row in heads])
     return reading.rows[layers, torch.tensor([row.head - 1 for row in heads])]
@@ -147,7 +149,7 @@ def chosen_rows(reading: JudgeReading, numbers: Sequence[int], wanted: Sequence[
 # ------------------------------------------------------------------------------------------------ both rounds
 
 
-def judge_rounds(
+def capture_judge_rounds(
     source: str,
     pairs: Sequence[PreferencePair],
     judge: object,
@@ -157,14 +159,15 @@ def judge_rounds(
     per_head: bool = False,
     rollout: bool = False,
 ) -> list[PairWeights]:
-    """Returns both judge rounds of each pair, with ``rows_of`` what the judge gave; all prompts go to it in one call.
+    """Returns both judge rounds of each pair; all prompts go to the judge in one call, ``rows_of`` extracts the rows.
 
-    A pair that it cannot be shown comes back ``Unreadable``. UserError naming the ``source`` when there is no judge.
+    A pair that the judge cannot be shown comes back as ``UnreadablePair``. UserError naming the ``source`` without a
+    judge.
     """
     if not isinstance(judge, LoadedJudge):
-        raise UserError(f"weights={source} reads a judge: set judge.path and judge.template_file")
+        raise UserError(f"weights={source} needs a judge: set judge.path and judge.template_file")
     builder = judge.prompts
-    shown, refused = show_pairs(pairs, lambda pair: _show(pair, builder))
+    shown, refused = prepare_pairs(pairs, lambda pair: _build_prompts(pair, builder))
     prompts = [prompt for both in shown.values() for prompt in both]
     if not prompts:
         return [refused[pair.pair_id] for pair in pairs]
@@ -176,13 +179,13 @@ def judge_rounds(
         verdict=judge.verdict,
         label_ids=builder.label_ids if judge.verdict else None,
     )
-    cut = (_cut(prompt, rows_of(reading), reading) for prompt, reading in zip(prompts, readings, strict=True))
+    cut = (_make_round(prompt, rows_of(reading), reading) for prompt, reading in zip(prompts, readings, strict=True))
     found = {pair_id: PairWeights(pair_id, (next(cut), next(cut))) for pair_id in shown} | refused
     return [found[pair.pair_id] for pair in pairs]
 
 
-def _show(pair: PreferencePair, builder: PromptBuilder) -> tuple[JudgePrompt, JudgePrompt]:
-    """Returns the prompts of a pair; RefusedText, in words that fit every such pair, where it cannot be judged."""
+def _build_prompts(pair: PreferencePair, builder: PromptBuilder) -> tuple[JudgePrompt, JudgePrompt]:
+    """Builds the prompts of a pair; RefusedText, with a reason worded for all such pairs, if it cannot be judged."""
     try:
         rounds = builder.build(pair)
     except UserError as problem:
@@ -196,14 +199,14 @@ def _show(pair: PreferencePair, builder: PromptBuilder) -> tuple[JudgePrompt, Ju
     return rounds
 
 
-def _cut(prompt: JudgePrompt, rows: Float[Tensor, "layers T"], reading: JudgeReading) -> JudgeRound:
-    """Returns the round of one prompt: the spans of both responses cut out of ``rows``, and the verdict."""
+def _make_round(prompt: JudgePrompt, rows: Float[Tensor, "layers T"], reading: JudgeReading) -> JudgeRound:
+    """Makes the round of one prompt: the rows on the spans of both responses, and the verdict."""
     sides = {}
     for side in SIDES:
         start, end = prompt.spans[side]
         if not 0 <= start < end <= rows.shape[-1]:
             raise UserError(
-                f"pair {prompt.pair_id}, {side}: expected a judge span inside {rows.shape[-1]} tokens, got "
+                f"pair {prompt.pair_id}, {side}: expected a judge span within {rows.shape[-1]} tokens, got "
                 f"[{start}, {end}); raise judge.max_length or drop the pair"
             )
         sides[side] = TokenWeights(

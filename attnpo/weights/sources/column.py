@@ -1,4 +1,4 @@
-"""Token weights and masks that the dataset itself brings, as a column of numbers or of character spans per response."""
+"""Token weights and masks from the dataset, as a column of numbers or of character spans per response."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from attnpo.weights.base import TextSource
 from attnpo.weights.postprocess import normalize
 
 
-class Form(Enum):
-    """Form of a column's list: a number per training token, or spans of characters."""
+class ColumnForm(Enum):
+    """Format of a column's list: a number per training token, or spans of characters."""
 
     TOKENS = "tokens"
     SPANS = "spans"
@@ -25,22 +25,22 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Column(TextSource):
-    """Weights from the columns ``chosen`` and ``rejected`` of the data, factors or a distribution as ``kind`` declares.
+    """Weights from the data columns ``chosen`` and ``rejected``: factors or a distribution, depending on ``kind``.
 
-    TOKENS: a list with a number for every training token of the whole response that holds one of its characters; true
-    and false count as 1 and 0. Where a long response is cut, the numbers of the tokens that are left are used.
-    SPANS: a list of ``[start, end]``, ``[start, end, weight]`` or mappings with these keys, half-open characters of
-    the response as it stands in the pair, a weight of 1 unless given; spans do not overlap. A token has the mean over
-    its characters; characters in no span have ``elsewhere``.
+    TOKENS: a list with one number for every training token of the full response that holds one of its characters; true
+    and false count as 1 and 0. If a long response is cut, the numbers of the remaining tokens are used. SPANS: a list
+    of ``[start, end]``, ``[start, end, weight]`` or mappings with these keys: half-open character ranges of the
+    response as stored in the pair, without overlap, with a default weight of 1. A token gets the mean over its
+    characters; characters outside all spans get ``elsewhere``.
 
-    ``end_token``: the weight of tokens without a character of the response (end of turn); None: lists of tokens have a
-    number for them as well. A distribution is normalised over the training tokens that are left. ``signed``: factors
-    may be negative.
+    ``end_token``: the weight of tokens without a character of the response (end of turn); None means that lists of
+    tokens have a number for them as well. A distribution is normalised over the remaining training tokens. ``signed``:
+    factors may be negative.
     """
 
     chosen: str = "chosen_weights"
     rejected: str = "rejected_weights"
-    form: Form = Form.TOKENS
+    form: ColumnForm = ColumnForm.TOKENS
     kind: Kind = Kind.FACTOR  # type: ignore[misc]
     signed: bool = False  # type: ignore[misc]
     elsewhere: float = 0.0
@@ -51,16 +51,16 @@ class Column(TextSource):
     def __post_init__(self) -> None:
         if self.signed and self.kind is Kind.DISTRIBUTION:
             raise UserError(
-                "weights.signed=true goes with factors alone, and weights.kind is distribution: set weights.kind=factor"
+                "weights.signed=true works only for factors, but weights.kind is distribution: set weights.kind=factor"
             )
-        if self.end_token is None and self.form is Form.SPANS:
+        if self.end_token is None and self.form is ColumnForm.SPANS:
             raise UserError(
-                "weights.end_token=null says that lists have a number for the end of turn, and weights.form=spans "
-                "holds characters alone: give a number"
+                "weights.end_token=null means that lists have a number for the end of turn, but weights.form=spans "
+                "has only characters: give a number"
             )
         for name, value in (("elsewhere", self.elsewhere), ("end_token", self.end_token)):
             if value is not None and not (isfinite(value) and (self.signed or value >= 0)):
-                least = "finite" if self.signed else "0 or more and finite"
+                least = "finite" if self.signed else "finite and at least 0"
                 raise UserError(f"weights.{name} must be {least}, got {value}")
 
     @property
@@ -69,34 +69,34 @@ class Column(TextSource):
         return self.chosen, self.rejected
 
     def unread(self) -> dict[str, str]:
-        """Returns the key that spans alone read."""
-        return {"elsewhere": "weights.form=tokens"} if self.form is Form.TOKENS else {}
+        """Returns the key that only spans read."""
+        return {"elsewhere": "weights.form=tokens"} if self.form is ColumnForm.TOKENS else {}
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """Returns the weights of the m training tokens, float32.
 
-        UserError naming pair, side and column for what is missing, of the wrong length, no number, negative where that
-        is not declared, or without any mass where a distribution is.
+        UserError naming pair, side and column if an entry is missing, has the wrong length, is not a number, is
+        negative without being declared as signed, or if a distribution has no mass.
         """
         name = self.chosen if side == "chosen" else self.rejected
         where = f"pair {pair.pair_id}, {side}, column {name!r}"
-        cell = _cell(pair, name, where, f"weights.{side}")
-        if self.form is Form.TOKENS:
-            row = self._by_token(cell, pair.response(side), encoded, where)
+        cell = _read_cell(pair, name, where, f"weights.{side}")
+        if self.form is ColumnForm.TOKENS:
+            row = self._token_weights(cell, pair.response(side), encoded, where)
         else:
-            row = self._by_span(cell, pair.response(side), encoded, where)
+            row = self._span_weights(cell, pair.response(side), encoded, where)
         if self.kind is Kind.FACTOR:
             return row.float()
         if not bool(row.any()):
             raise UserError(
-                f"{where}: weights.kind=distribution needs weight on some of the {row.numel()} training tokens, and "
-                "all are 0: drop the pair, give it weights, or set weights.kind=factor, which lets it count for nothing"
+                f"{where}: weights.kind=distribution needs weight on some of the {row.numel()} training tokens, but "
+                "all are 0: drop the pair, give it weights, or set weights.kind=factor, which allows zero weights"
             )
         return normalize(row).float()
 
-    def _by_token(self, cell: Sequence[object], text: str, encoded: EncodedResponse, where: str) -> Tensor:
-        """Returns the column's numbers on the training tokens; those of the tokens that were cut are left out."""
-        values = [self._number(value, f"{where}, entry {place}") for place, value in enumerate(cell)]
+    def _token_weights(self, cell: Sequence[object], text: str, encoded: EncodedResponse, where: str) -> Tensor:
+        """Returns the column's numbers on the training tokens, without the tokens that were cut."""
+        values = [self._check_weight(value, f"{where}, entry {place}") for place, value in enumerate(cell)]
         own = [place for place, (start, end) in enumerate(encoded.offsets) if end > start or self.end_token is None]
         held = [(start, end) for start, end in encoded.offsets if end > start]
         cut_front = bool(held) and held[0][0] > len(text) - len(text.lstrip())
@@ -108,48 +108,50 @@ class Column(TextSource):
             raise UserError(
                 f"{where}: expected {least}{len(own)} numbers, one for each of this run's training tokens "
                 f"{'and end tokens' if self.end_token is None else 'that hold a character'}, got {len(values)}; "
-                "count them with this model's tokenizer, or give weights.form=spans, which needs none"
+                "make the lists with this model's tokenizer, or set weights.form=spans, which needs no tokenizer"
             )
         row = torch.full((len(encoded.offsets),), self.end_token or 0.0, dtype=torch.float64)
         kept = values[len(values) - len(own) :] if cut_front else values[: len(own)]
         row[torch.tensor(own, dtype=torch.long)] = torch.tensor(kept, dtype=torch.float64)
         return row
 
-    def _by_span(self, cell: Sequence[object], text: str, encoded: EncodedResponse, where: str) -> Tensor:
-        """Returns the mean over each token's characters."""
+    def _span_weights(self, cell: Sequence[object], text: str, encoded: EncodedResponse, where: str) -> Tensor:
+        """Returns the mean weight over each token's characters."""
         characters = torch.full((len(text),), self.elsewhere, dtype=torch.float64)
         taken = torch.zeros(len(text), dtype=torch.bool)
         for place, entry in enumerate(cell):
             at = f"{where}, span {place}"
-            start, end, weight = _span(entry, at)
+            start, end, weight = _read_span(entry, at)
             if not 0 <= start < end <= len(text):
-                raise UserError(f"{at}: expected characters within the response's {len(text)}, got [{start}, {end})")
+                raise UserError(
+                    f"{at}: expected a range within the response's {len(text)} characters, got [{start}, {end})"
+                )
             if bool(taken[start:end].any()):
                 raise UserError(f"{at}: [{start}, {end}) overlaps an earlier span; give every character one weight")
             taken[start:end] = True
-            characters[start:end] = self._number(weight, at)
+            characters[start:end] = self._check_weight(weight, at)
         end_token = self.end_token or 0.0
         row = [characters[start:end].mean() if end > start else end_token for start, end in encoded.offsets]
         return torch.tensor(row, dtype=torch.float64)
 
-    def _number(self, value: object, at: str) -> float:
-        """Returns a weight as the declared kind has it."""
+    def _check_weight(self, value: object, at: str) -> float:
+        """Checks a weight against the declared kind and returns it."""
         if not isinstance(value, int | float) or not isfinite(value):
             raise UserError(f"{at}: expected a finite number, got {shorten(repr(value))}")
         if value < 0 and not self.signed:
             raise UserError(
-                f"{at}: expected 0 or more under weights.kind={self.kind.value}, got {value:g}; negative weights are "
-                "factors (weights.kind=factor weights.signed=true)"
+                f"{at}: expected at least 0 with weights.kind={self.kind.value}, got {value:g}; negative weights need "
+                "weights.kind=factor weights.signed=true"
             )
         return float(value)
 
 
-def _cell(pair: PreferencePair, name: str, where: str, key: str) -> Sequence[object]:
-    """Returns the list that a pair's row has in a column."""
+def _read_cell(pair: PreferencePair, name: str, where: str, key: str) -> Sequence[object]:
+    """Returns the list in a column of a pair's row."""
     if name not in pair.extra:
         found = ", ".join(sorted(pair.extra)) or "none"
         raise UserError(
-            f"{where}: the data have no such column; columns beside prompt and responses: {found}. Name it with "
+            f"{where}: the data have no such column; columns besides prompt and responses: {found}. Choose one with "
             f"{key}=COLUMN"
         )
     cell = pair.extra[name]
@@ -158,8 +160,8 @@ def _cell(pair: PreferencePair, name: str, where: str, key: str) -> Sequence[obj
     return cell
 
 
-def _span(entry: object, at: str) -> tuple[int, int, object]:
-    """Returns the start, end and weight of one entry of a column of spans."""
+def _read_span(entry: object, at: str) -> tuple[int, int, object]:
+    """Returns the start, end and weight of one span entry."""
     weight: object = None
     if isinstance(entry, Mapping) and {"start", "end"} <= set(entry) <= {"start", "end", "weight"}:
         start, end, weight = entry["start"], entry["end"], entry.get("weight")

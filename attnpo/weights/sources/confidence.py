@@ -1,4 +1,4 @@
-"""Selections of tokens by the current policy's own numbers, anew in every step: ConfPO, Selective-DPO, high entropy."""
+"""Selections of tokens by the current policy's statistics, new in every step: ConfPO, Selective-DPO, high entropy."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,67 +11,67 @@ from attnpo.schema import Kind, PreferenceBatch, TokenStats, check_range
 from attnpo.weights.base import OnlineSource, PairedWeights
 
 TIE = 1e-9
-"""Nats within which a log-probability equals the mean: what rounding leaves of equal ones, in float64."""
+"""Tolerance in nats for a log-probability equal to the mean, for rounding errors in float64."""
 
 
-def below_mean(logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) -> Bool[Tensor, "rows R"]:
-    """Returns tokens below the mean probability of their response; none where all are equal (ConfPO)."""
+def mark_below_mean(logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) -> Bool[Tensor, "rows R"]:
+    """Marks tokens below the mean probability of their response; none if all are equal (ConfPO)."""
     exact = torch.where(mask, logps.double(), -torch.inf)
     mean = exact.logsumexp(-1, keepdim=True) - mask.sum(-1, keepdim=True).clamp(min=1).double().log()
     return mask & (exact < mean - TIE)
 
 
-def above_quantile(
+def mark_above_quantile(
     scores: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], quantile: float
 ) -> Bool[Tensor, "rows R"]:
-    """Returns tokens with a score of at least the response's ``quantile`` (linear between ranks)."""
+    """Marks tokens with a score of at least the response's ``quantile`` (linear between ranks)."""
     exact = torch.where(mask, scores.double(), torch.nan)
     return mask & (exact >= exact.nanquantile(quantile, dim=-1, keepdim=True))
 
 
-def highest(scores: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], share: float) -> Bool[Tensor, "rows R"]:
-    """Returns the ceil(share n) of a response's n tokens with the highest scores, and equals of the last."""
+def mark_highest(scores: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], share: float) -> Bool[Tensor, "rows R"]:
+    """Marks the ceil(share n) highest scores of a response's n tokens, including ties with the last one."""
     exact = torch.where(mask, scores.double(), -torch.inf)
-    # 1e-9: a share such as 0.2 is not exact, and 0.2 of 5 tokens is one.
+    # 1e-9, because a share such as 0.2 is not exact, and 0.2 of 5 tokens must be 1.
     count = (share * mask.sum(-1, keepdim=True).double() - 1e-9).ceil().long().clamp(min=1)
     least = exact.sort(-1, descending=True).values.gather(-1, count - 1)
     return mask & (exact >= least)
 
 
-def alike(kept: Bool[Tensor, "rows R"], dtype: torch.dtype) -> Float[Tensor, "rows R"]:
-    """Returns 1/k on each of a row's k kept tokens, 0 on the others; a row that keeps none is all 0."""
+def equal_shares(kept: Bool[Tensor, "rows R"], dtype: torch.dtype) -> Float[Tensor, "rows R"]:
+    """Returns 1/k on each of a row's k selected tokens, 0 on the others; all 0 for a row without selected tokens."""
     return kept.to(dtype) / kept.sum(-1, keepdim=True).clamp(min=1).to(dtype)
 
 
-def both_kept(kept: Bool[Tensor, "rows R"]) -> Float[Tensor, " pairs"]:
-    """Returns 1 for each pair that keeps a token on both sides, 0 for the others."""
+def mark_pairs_with_both_sides(kept: Bool[Tensor, "rows R"]) -> Float[Tensor, " pairs"]:
+    """Returns 1 for each pair with selected tokens on both sides, 0 for the others."""
     chosen, rejected = kept.any(-1).chunk(2)
     return (chosen & rejected).float()
 
 
 @dataclass(frozen=True)
 class Confidence(OnlineSource):
-    """ConfPO: the tokens less probable than their response's mean probability, alike; equal weights until training.
+    """ConfPO: equal weights on the tokens below their response's mean probability; on all tokens before training.
 
-    Under SimPO the weighted sums are means over these tokens, which is the method. A pair of which one side keeps no
-    token (a single one, or all equally probable) has pair weight 0. Source: FIELD 1.1, hee-suk-yoon/ConfPO.
+    Under SimPO the weighted sums are means over these tokens, which is the published method. A pair gets pair weight 0
+    if one side has no such token (a single token, or all equally probable). Source: FIELD 1.1, hee-suk-yoon/ConfPO.
     """
 
     name: ClassVar[str] = "confidence"
 
     def weights(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> PairedWeights:
-        """Returns 1/k on the k kept tokens of each row, and 0 or 1 for each pair."""
-        kept = below_mean(policy.logps, batch.main.response_mask)
-        return alike(kept, policy.logps.dtype), both_kept(kept)
+        """Returns 1/k on the k selected tokens of each row, and a weight of 0 or 1 for each pair."""
+        kept = mark_below_mean(policy.logps, batch.main.response_mask)
+        return equal_shares(kept, policy.logps.dtype), mark_pairs_with_both_sides(kept)
 
 
 @dataclass(frozen=True)
 class Selective(OnlineSource):
-    """Selective-DPO: tokens that the policy has not yet learnt, as factors of 0 and 1; equal weights until training.
+    """Selective-DPO: tokens that the policy has not learnt yet, as factors of 0 and 1; equal weights before training.
 
     The score is ``r - p`` on the chosen and ``p - r`` on the rejected response (log-probabilities of reference and
-    policy); tokens at or above the response's ``quantile`` of it are kept. At the first step, when policy and reference
-    are the same, every token is. A quantile of 0.6 keeps about 40 % (Dongzhijin/SDPO, ``sdpo_threshold``).
+    policy); tokens with a score of at least the response's ``quantile`` are kept. At the first step, when policy and
+    reference are identical, every token is. A quantile of 0.6 keeps about 40 % (Dongzhijin/SDPO, ``sdpo_threshold``).
     """
 
     quantile: float = 0.6
@@ -88,18 +88,18 @@ class Selective(OnlineSource):
     ) -> Float[Tensor, "rows R"]:
         """Returns 1 on the kept tokens, 0 on the others. ValueError without the reference's log-probabilities."""
         if reference is None:
-            raise ValueError("weights=selective read the reference's log-probabilities, and none were computed")
+            raise ValueError("weights=selective needs the reference's log-probabilities, but none were computed")
         gained = policy.logps.double() - reference.logps.double()
         scores = torch.cat([-gained[: batch.pairs], gained[batch.pairs :]])
-        return above_quantile(scores, batch.main.response_mask, self.quantile).to(policy.logps.dtype)
+        return mark_above_quantile(scores, batch.main.response_mask, self.quantile).to(policy.logps.dtype)
 
 
 @dataclass(frozen=True)
 class Entropy(OnlineSource):
-    """Tokens at which the policy is least settled, alike: the highest entropies; equal weights until training.
+    """Equal weights on the tokens where the policy's entropy is highest; on all tokens before training.
 
-    ``share``: of each response's tokens (0.2 in arXiv 2506.01939, which selects over a batch of samples in RL; here
-    each response selects for itself). One token at least is kept.
+    ``share``: share of each response's tokens (0.2 in arXiv 2506.01939, which selects over a batch of samples in RL;
+    here each response is treated separately). At least one token is kept.
     """
 
     share: float = 0.2
@@ -115,5 +115,7 @@ class Entropy(OnlineSource):
     ) -> Float[Tensor, "rows R"]:
         """Returns 1/k on the k kept tokens of each row. ValueError without the policy's entropies."""
         if "entropy" not in policy.vocab:
-            raise ValueError("weights=entropy read the statistic vocab:entropy, and it was not computed")
-        return alike(highest(policy.vocab["entropy"], batch.main.response_mask, self.share), policy.logps.dtype)
+            raise ValueError("weights=entropy needs the statistic vocab:entropy, but it was not computed")
+        return equal_shares(
+            mark_highest(policy.vocab["entropy"], batch.main.response_mask, self.share), policy.logps.dtype
+        )

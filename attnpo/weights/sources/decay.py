@@ -1,4 +1,4 @@
-"""Weights that fall with the position in the response (D2PO)."""
+"""Weights that decay with the position in the response (D2PO)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,10 +15,10 @@ EXPONENTS = (0, 1)
 
 @dataclass(frozen=True)
 class Decay(TextSource):
-    """Factors ``gamma ** t`` on the training tokens in their order, end of turn included.
+    """Factors ``gamma ** t`` on the training tokens in order, including the end of turn.
 
-    ``first_exponent``: the exponent of the first token, 1 in D2PO's code, where that token decays already; 0 gives it
-    a factor of 1. Margins of the two differ by the factor gamma.
+    ``first_exponent``: exponent of the first token. It is 1 in D2PO's code, where the first token already decays; 0
+    gives it a factor of 1. The two margins differ by the factor gamma.
     """
 
     gamma: float = 0.98
@@ -31,11 +31,11 @@ class Decay(TextSource):
         check_range("weights", "(0, 1]", gamma=self.gamma)
         if self.first_exponent not in EXPONENTS:
             raise UserError(
-                f"weights.first_exponent: expected 1 (D2PO's code) or 0 (the first token whole), got "
+                f"weights.first_exponent: expected 1 (D2PO's code) or 0 (no decay of the first token), got "
                 f"{self.first_exponent}"
             )
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
-        """Returns the factor of each of the m training tokens, formed in float64, float32."""
+        """Returns the factors of the m training tokens, computed in float64, as float32."""
         places = torch.arange(len(encoded.response_ids), dtype=torch.float64)
         return (self.gamma ** (places + self.first_exponent)).float()

@@ -1,4 +1,4 @@
-"""Weights on the tokens in which the two answers of a pair differ (DDPO of RLHF-V; FIGA looks at the same tokens)."""
+"""Weights on the tokens in which the two answers of a pair differ (DDPO of RLHF-V; FIGA uses the same tokens)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from attnpo.weights.base import TextSource
 
 @dataclass(frozen=True)
 class Edits(TextSource):
-    """Factors: ``changed`` on tokens that the other answer lacks at this place, ``same`` on those that both share.
+    """Factors: ``changed`` on tokens that the other answer does not have at this place, ``same`` on shared tokens.
 
-    Shared runs below ``min_match`` tokens count as changed. Tokens without a character of the response (end of turn)
-    count as shared. ``average``: divided by their sum, so that a sum of log-ratios becomes their weighted mean; a
-    response that would keep nothing keeps its zeros.
+    Shared runs of less than ``min_match`` tokens count as changed. Tokens without a character of the response (end of
+    turn) count as shared. ``average`` divides the factors by their sum, so that a sum of log-ratios becomes their
+    weighted mean; a response whose factors are all 0 keeps them.
 
-    Differs from DDPO: its diff is the paper's edit alignment of token ids (``text.alignment``). FIGA's loss is not
-    here.
+    Differs from DDPO: its diff is replaced by the paper's edit alignment of token ids (``text.alignment``). FIGA's loss
+    is not implemented.
     """
 
     changed: float = 3.0
@@ -36,7 +36,7 @@ class Edits(TextSource):
     def __post_init__(self) -> None:
         check_at_least("weights", 0, changed=self.changed, same=self.same)
         if self.changed == self.same == 0:
-            raise UserError("weights.changed and weights.same are both 0, so that no token would count: raise one")
+            raise UserError("weights.changed and weights.same are both 0, so no token would count: raise one of them")
         check_at_least("weights", 1, min_match=self.min_match)
 
     def weigh_pair(

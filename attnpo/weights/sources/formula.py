@@ -1,4 +1,4 @@
-"""Weights from a Python function of the user's own, named by its import path."""
+"""Weights from your own Python function, given by its import path."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ from attnpo.weights.postprocess import normalize
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """Tokens that a formula sees: the training tokens of one response, in their order, and the texts of its pair.
+    """Training tokens of one response, in order, and the texts of its pair: the argument of a formula.
 
-    ``ids``: token ids. ``offsets``: half-open character ranges in ``response``; a token without a character of it (end
-    of turn) has an empty one. ``positions``: 0, 1, ... ``texts``: each token's characters. ``other``: the pair's other
+    ``ids``: token ids. ``offsets``: half-open character ranges in ``response``; empty for a token without a character
+    of it (end of turn). ``positions``: 0, 1, ... ``texts``: each token's characters. ``other``: the pair's other
     response. ``side``: "chosen" or "rejected".
     """
 
@@ -42,12 +42,12 @@ Weigh = Callable[[ResponseTokens], Sequence[float] | Tensor]
 
 @dataclass(frozen=True)
 class Formula(TextSource):
-    """Numbers that ``function`` ("package.module.name") gives to the tokens of each response.
+    """Numbers that ``function`` ("package.module.name") assigns to the tokens of each response.
 
-    It is called with a ``ResponseTokens`` and returns a number for each token, the end of turn's among them. ``kind``
-    factor: used as they are, below 0 only if ``signed``. ``kind`` distribution: 0 or more, divided by their sum. Its
-    package must be named in ATTNPO_ALLOW_TARGETS, as for every class outside attnpo. The digest of its module's source
-    tells runs apart; those of other modules that it imports are not taken.
+    The function is called with a ``ResponseTokens`` and returns a number for each token, including the end of turn.
+    ``kind`` factor: used as they are, negative only if ``signed``. ``kind`` distribution: at least 0, divided by their
+    sum. Its package must be listed in ATTNPO_ALLOW_TARGETS, like every class outside attnpo. The digest of its module's
+    source is part of the fingerprint; other modules that it imports are not.
     """
 
     function: str
@@ -59,14 +59,15 @@ class Formula(TextSource):
     def __post_init__(self) -> None:
         if self.signed and self.kind is Kind.DISTRIBUTION:
             raise UserError(
-                "weights.signed=true: a distribution has no weights below 0: set weights.kind=factor, or signed=false"
+                "weights.signed=true: a distribution cannot have negative weights: set weights.kind=factor, or "
+                "weights.signed=false"
             )
-        if self.function != MISSING:  # the text that stands until the user has given one
+        if self.function != MISSING:  # the placeholder until the user gives a function
             self._load_function()
-            self._digests()
+            self._source_digests()
 
     def _load_function(self) -> Weigh:
-        """Returns the function. UserError for a name that is none, or may not be imported."""
+        """Imports the function. UserError if the name does not lead to a function or may not be imported."""
         if "." not in self.function:
             raise UserError(
                 f"weights.function: expected an import path such as package.module.name, got {self.function!r}"
@@ -76,38 +77,38 @@ class Formula(TextSource):
             raise UserError(f"weights.function: {problem}")
         if not callable(target):
             raise UserError(
-                f"weights.function: expected a function, and {self.function} is of type {type(target).__name__}"
+                f"weights.function: expected a function, but {self.function} is of type {type(target).__name__}"
             )
         return cast(Weigh, target)
 
-    def _digests(self) -> list[str]:
-        """Digests of the sources of the module that is named and of the one that holds the function's code."""
+    def _source_digests(self) -> list[str]:
+        """Returns the source digests of the named module and of the module with the function's code."""
         function = inspect.unwrap(self._load_function())
         named = getattr(import_module(self.function.rpartition(".")[0]), "__file__", None)
         written = getattr(getattr(function, "__code__", None), "co_filename", None)
         files = sorted({Path(name) for name in (named, written) if name is not None and Path(name).is_file()})
         if written is None or not files:
             raise UserError(
-                f"weights.function: {self.function} has no Python source whose digest could tell runs apart: name a "
-                "function written in a Python file"
+                f"weights.function: {self.function} has no Python source file, so changes of it could not be detected: "
+                "choose a function that is defined in a Python file"
             )
         return [file_digest(file) for file in files]
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns the function's name, what its numbers are, and the digest of its source."""
+        """Returns the function's name, the kind of its numbers, and the digest of its source."""
         return {
             "source": self.name,
             "function": self.function,
             "kind": self.kind.value,
             "signed": self.signed,
-            "code": self._digests(),
+            "code": self._source_digests(),
         }
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """Returns the function's numbers for the m training tokens, float32.
 
-        UserError naming pair, side and function when it raises, gives another number of weights, or one that is not
-        finite or not of the kind.
+        UserError naming pair, side and function if it raises, returns a wrong number of weights, or returns weights
+        that are not finite or do not match the kind.
         """
         where = f"pair {pair.pair_id}, {side}: weights.function={self.function}"
         response = pair.response(side)
@@ -124,20 +125,26 @@ class Formula(TextSource):
         function = self._load_function()
         try:
             given = torch.as_tensor(function(seen), dtype=torch.float64).detach().cpu()
-        except Exception as error:  # whatever a user's function raises, or gives that is no row of numbers
+        except Exception as error:  # raised by the user's function, or by a result that is not a row of numbers
             raise UserError(f"{where} failed on {len(seen.ids)} tokens: {type(error).__name__}: {error}") from error
         if given.shape != (len(seen.ids),):
             raise UserError(
                 f"{where}: expected {len(seen.ids)} weights, one for each token, got the shape {tuple(given.shape)}"
             )
-        given = given.float()  # as training holds it: what overflows there is told here
+        given = given.float()  # the dtype of training, so that an overflow is reported here
         broken = (~given.isfinite()).nonzero()
         if len(broken):
             place = int(broken[0])
-            raise UserError(f"{where}: expected finite weights, got {given[place]:g} for token {place}: correct it")
+            raise UserError(
+                f"{where}: expected finite weights, got {given[place]:g} for token {place}: correct the function"
+            )
         if not self.signed and bool((given < 0).any()):
             cure = "" if self.kind is Kind.DISTRIBUTION else ", or set weights.signed=true"
-            raise UserError(f"{where}: expected weights of 0 or more, got {float(given.min()):g}: correct it{cure}")
+            raise UserError(
+                f"{where}: expected weights of at least 0, got {float(given.min()):g}: correct the function{cure}"
+            )
         if self.kind is Kind.DISTRIBUTION and not bool(given.any()):
-            raise UserError(f"{where}: expected a distribution, got 0 for each of {len(seen.ids)} tokens")
+            raise UserError(
+                f"{where}: expected a distribution, got 0 for all {len(seen.ids)} tokens: correct the function"
+            )
         return normalize(given.double()).float() if self.kind is Kind.DISTRIBUTION else given

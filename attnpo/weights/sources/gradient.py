@@ -1,4 +1,4 @@
-"""TI-DPO's importance: gradients at the policy's input embeddings, mixed with a bell over positions, mean 1."""
+"""TI-DPO's importance: gradients at the policy's input embeddings, mixed with a Gaussian over positions, mean 1."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -12,8 +12,8 @@ from attnpo.schema import Kind, PreferenceBatch, TokenStats, check_range
 from attnpo.weights.base import OnlineSource
 
 
-class Scope(Enum):
-    """Tokens over which a response's weights are normalised: prompt and response, or the response alone."""
+class NormalizationScope(Enum):
+    """Tokens over which a response's weights are normalised: prompt and response, or only the response."""
 
     SEQUENCE = "sequence"
     RESPONSE = "response"
@@ -22,9 +22,9 @@ class Scope(Enum):
 def position_prior(
     counts: Int[Tensor, " rows"], first: Int[Tensor, " rows"], width: int, divisor: float, dtype: torch.dtype
 ) -> Float[Tensor, "rows R"]:
-    """Returns a Gaussian over the tokens 0..n-1 of each row, which sums to 1 over them: its values at ``first`` and on.
+    """Returns a Gaussian over the tokens 0..n-1 of each row (sum 1), at ``width`` positions from ``first`` on.
 
-    Mean (n-1)/2, standard deviation max(1, n / divisor). Values beyond n-1 say nothing; 0 where n is 0.
+    Mean (n-1)/2, standard deviation max(1, n / divisor). Values past n-1 have no meaning; 0 where n is 0.
     """
     longest = int(max(int(counts.max()), int(first.max()) + width)) if counts.numel() else width
     places = torch.arange(longest, device=counts.device, dtype=dtype)
@@ -47,8 +47,8 @@ def importance_weights(
 
     Their mean is 1 over all n tokens that count.
 
-    ``before`` and ``tokens_before``: sum and number of the scores that stand before the response and count too. A row
-    without a positive score has the prior alone, one of a single token weights of 0 (latent-lm/TIDPO).
+    ``before`` and ``tokens_before``: sum and number of the scores before the response that also count. A row without a
+    positive score uses only the prior; a row with a single token has weight 0 (latent-lm/TIDPO).
     """
     zero = torch.zeros((), dtype=scores.dtype, device=scores.device)
     scores = torch.where(mask, scores, zero)
@@ -62,16 +62,17 @@ def importance_weights(
 
 @dataclass(frozen=True)
 class Gradient(OnlineSource):
-    """Factors from the current policy at every step, of each response by itself: TI-DPO's token importance.
+    """Factors from the current policy at every step, for each response separately: TI-DPO's token importance.
 
-    ``lam``: the share of the gradients, the rest is the prior's (0.7 in the TI-DPO paper, 0.2 in its code).
-    ``prior_sigma_div``: the prior's standard deviation is n over it (8 in the code, 4 in the paper). ``scope``: the
-    code's TDPO step counts prompt and response, its DPO step the response alone; the prompt's own weights are left out.
+    ``lam``: the share of the gradients; the prior has the rest (0.7 in the TI-DPO paper, 0.2 in its code).
+    ``prior_sigma_div``: the prior's standard deviation is n divided by it (8 in the code, 4 in the paper). ``scope``:
+    the code's TDPO step counts prompt and response, its DPO step only the response; the prompt's own weights are
+    discarded.
     """
 
     lam: float = 0.7
     prior_sigma_div: float = 8.0
-    scope: Scope = Scope.SEQUENCE
+    scope: NormalizationScope = NormalizationScope.SEQUENCE
 
     name: ClassVar[str] = "gradient"
     kind: ClassVar[Kind] = Kind.FACTOR
@@ -87,9 +88,9 @@ class Gradient(OnlineSource):
         """Returns the batch's factors, from the policy's gradients at its input embeddings."""
         scores = policy.input_gradient
         if scores is None:
-            raise ValueError("weights=gradient reads the statistic input_gradient, and it was not computed")
+            raise ValueError("weights=gradient needs the statistic input_gradient, but it was not computed")
         before, tokens_before = scores.prompt, scores.prompt_tokens
-        if self.scope is Scope.RESPONSE:
+        if self.scope is NormalizationScope.RESPONSE:
             before, tokens_before = torch.zeros_like(before), torch.zeros_like(tokens_before)
         mask = batch.main.response_mask
         return importance_weights(scores.response, mask, before, tokens_before, self.lam, self.prior_sigma_div)

@@ -1,4 +1,4 @@
-"""Weights from the lengths of a pair's two responses, against longer answers winning by length alone."""
+"""Weights from the lengths of a pair's two responses, against a preference for longer answers."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +13,7 @@ from attnpo.weights.base import OnlineSource
 
 
 class LengthRule(Enum):
-    """Rule for the longer response: its beginning stays, or random tokens of it."""
+    """Rule for the longer response: keep its beginning, or random tokens of it."""
 
     TAIL = "tail"
     SUBSAMPLE = "subsample"
@@ -21,14 +21,14 @@ class LengthRule(Enum):
 
 @dataclass(frozen=True)
 class Lengths(OnlineSource):
-    """Factors of 1 on as many tokens of either response as the shorter one has, end of turn included.
+    """Factors of 1 on as many tokens of each response as the shorter one has, including the end of turn.
 
-    TAIL: these are the first ones, and all later ones weigh ``alpha`` (LD-DPO; 0 is POET). SUBSAMPLE: they are drawn
-    at random anew in every optimiser step, once for policy and reference, and all others weigh 0 (SamPO). A draw
-    follows from ``seed``, the step, the pair and the side alone; validation draws the same tokens every time.
+    TAIL keeps the first tokens, and all later ones get ``alpha`` (LD-DPO; 0 is POET). SUBSAMPLE draws the kept tokens
+    at random in every optimizer step, the same ones for policy and reference; all others get 0 (SamPO). A draw depends
+    only on ``seed``, step, pair and side; validation draws the same tokens every time.
 
-    Lengths are those of the training tokens, after any cut. Differs from SamPO's code, which draws for policy and
-    reference apart.
+    Lengths count the training tokens after truncation. Differs from SamPO's code, which draws separately for
+    policy and reference.
     """
 
     rule: LengthRule = LengthRule.TAIL
@@ -43,22 +43,22 @@ class Lengths(OnlineSource):
         check_seed("weights.seed", self.seed)
 
     def unread(self) -> dict[str, str]:
-        """Returns the key that the other rule reads."""
+        """Returns the key that only the other rule reads."""
         return {"seed": "weights.rule=tail"} if self.rule is LengthRule.TAIL else {"alpha": "weights.rule=subsample"}
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
-        """Returns the batch's factors, in float32 unless the log-probabilities are finer."""
+        """Returns the batch's factors, in float32, or in the dtype of the log-probabilities if that is finer."""
         mask = batch.main.response_mask
         shorter = torch.minimum(*mask.sum(-1).chunk(2))
-        kept = self._order(batch) < torch.cat([shorter, shorter])[:, None]
+        kept = self._keep_order(batch) < torch.cat([shorter, shorter])[:, None]
         low = self.alpha if self.rule is LengthRule.TAIL else 0.0
         dtype = torch.promote_types(policy.logps.dtype, torch.float32)
         return torch.where(kept, 1.0, low).to(dtype) * mask
 
-    def _order(self, batch: PreferenceBatch) -> Int[Tensor, "rows R"]:
-        """Returns the place of each response token in the order in which tokens are kept, from 0."""
+    def _keep_order(self, batch: PreferenceBatch) -> Int[Tensor, "rows R"]:
+        """Returns the rank of each response token in the order in which tokens are kept, from 0."""
         mask = batch.main.response_mask
         if self.rule is LengthRule.TAIL:
             return mask.cumsum(-1) - 1
@@ -67,7 +67,7 @@ class Lengths(OnlineSource):
 
 
 def _draw_numbers(seed: int, batch: PreferenceBatch) -> Float[Tensor, "rows R"]:
-    """Returns a random number per position that depends on seed, step, pair, side and position alone."""
+    """Returns a random number per position that depends only on seed, step, pair, side and position."""
     width = batch.main.response_mask.shape[1]
     rows = []
     for side in SIDES:

@@ -1,4 +1,4 @@
-"""Attention of a reward model as token weights: ABC's credit (Chan et al. 2024), there for RL, here for pairs."""
+"""Attention of a reward model as token weights: ABC's credit (Chan et al. 2024), proposed for RL, here for pairs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.judge.base import JudgeModel
-from attnpo.judge.layers import HeadRow, Row
+from attnpo.judge.layers import HeadRow, StoredRow
 from attnpo.schema import (
     BOOKKEEPING,
     SIDES,
@@ -23,14 +23,14 @@ from attnpo.schema import (
 )
 from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.text.traces import judged_text, weighted_start
-from attnpo.weights.capture import show_pairs
+from attnpo.weights.capture import prepare_pairs
 from attnpo.weights.postprocess import Postprocess
-from attnpo.weights.sources.attention import Attention, chosen_rows
+from attnpo.weights.sources.attention import Attention, select_rows
 
 
 @dataclass(frozen=True)
 class LoadedReward:
-    """Reward model in memory with what encodes the conversations that it reads."""
+    """Loaded reward model with the chat format of its conversations."""
 
     model: JudgeModel
     conversations: ChatFormat
@@ -38,12 +38,12 @@ class LoadedReward:
 
 @dataclass(frozen=True)
 class RewardAttention(Attention):
-    """Attention of the last token, where a reward model reads its reward, on the tokens of the response before it.
+    """Attention of the last token, where a reward model computes its reward, to the tokens of the response before it.
 
-    The prompt is left out and the rest normalised, which is ABC's credit; layers and heads as in ``weights=attention``.
-    ``path``, ``revision``, ``dtype``, ``chat_template``: the model, which must be a causal one with a head for
-    sequences. A pair with a conversation of more than ``max_length`` tokens, or with an empty response, is dropped and
-    counted. Differs from ABC: that row's own end-of-turn token gets no weight.
+    The prompt is left out and the rest normalised, which is ABC's credit; layers and heads work as in
+    ``weights=attention``. ``path``, ``revision``, ``dtype``, ``chat_template``: the model, a causal LM with a sequence
+    classification head. A pair is dropped and counted if a conversation has more than ``max_length`` tokens or a
+    response is empty. Differs from ABC: the end-of-turn token at that position gets no weight.
     """
 
     path: str | None = None
@@ -60,22 +60,27 @@ class RewardAttention(Attention):
         super().__post_init__()
         check_at_least("weights", 1, max_length=self.max_length, token_budget=self.token_budget)
         if isinstance(self.layer, str) and self.layer.strip().lower() == "auto":
-            raise UserError("weights.layer=auto asks a judge, and there is none: set weights.layer=last or a number")
+            raise UserError(
+                "weights.layer=auto needs a judge, but weights=reward_attention has none: set weights.layer=last or a "
+                "number"
+            )
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns what is read at the last token, and how long a conversation may be."""
+        """Returns position and heads that are read, and the maximum length of a conversation."""
         heads = "each" if self.heads else "mean"
         return {"source": "reward_attention", "position": "last", "heads": heads, "max_length": self.max_length}
 
-    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
+    def capture(
+        self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[StoredRow, ...]
+    ) -> list[PairWeights]:
         """Returns one round per pair, float32 rows of ``layers``; all conversations go to the reward model in one call.
 
-        A pair that it cannot be shown comes back ``Unreadable``.
+        A pair that cannot be read comes back as ``UnreadablePair``.
         """
         if not isinstance(reader, LoadedReward):
-            raise UserError("weights=reward_attention reads a reward model: set weights.path=FOLDER_OR_HUB_NAME")
+            raise UserError("weights=reward_attention needs a reward model: set weights.path=FOLDER_OR_HUB_NAME")
         conversations = reader.conversations
-        shown, refused = show_pairs(pairs, lambda pair: self._show(pair, conversations))
+        shown, refused = prepare_pairs(pairs, lambda pair: self._encode_conversations(pair, conversations))
         numbers = tuple(dict.fromkeys(row.layer if isinstance(row, HeadRow) else row for row in layers))
         readings = reader.model.read(
             [one.prompt_ids + one.response_ids for both in shown.values() for one in both],
@@ -83,16 +88,16 @@ class RewardAttention(Attention):
             per_head=any(isinstance(row, HeadRow) for row in layers),
             verdict=False,
         )
-        rows = [chosen_rows(reading, numbers, layers) for reading in readings]
+        rows = [select_rows(reading, numbers, layers) for reading in readings]
         captured: dict[str, PairWeights] = {**refused}
         for place, (pair_id, both) in enumerate(shown.items()):
-            chosen, rejected = (credit(rows[2 * place + side].float(), both[side]) for side in (0, 1))
+            chosen, rejected = (response_attention(rows[2 * place + side].float(), both[side]) for side in (0, 1))
             captured[pair_id] = PairWeights(pair_id, (JudgeRound(True, chosen, rejected),))
         return [captured[pair.pair_id] for pair in pairs]
 
-    def _show(self, pair: PreferencePair, conversations: ChatFormat) -> list[EncodedResponse]:
-        """Returns both conversations; RefusedText, in words that fit every such pair, where they cannot be read."""
-        both = [_answer_of(pair, side, conversations) for side in SIDES]
+    def _encode_conversations(self, pair: PreferencePair, conversations: ChatFormat) -> list[EncodedResponse]:
+        """Encodes both conversations; RefusedText, with a reason worded for all such pairs, if they cannot be read."""
+        both = [_encode_conversation(pair, side, conversations) for side in SIDES]
         reason = ""
         if max(len(one.prompt_ids) + len(one.response_ids) for one in both) > self.max_length:
             reason = f"a conversation is longer than weights.max_length {self.max_length}"
@@ -103,14 +108,14 @@ class RewardAttention(Attention):
         return both
 
 
-def _answer_of(pair: PreferencePair, side: str, conversations: ChatFormat) -> EncodedResponse:
+def _encode_conversation(pair: PreferencePair, side: str, conversations: ChatFormat) -> EncodedResponse:
     """Returns the conversation that is read, with the characters of the response as it stands in the pair."""
     encoded, begins = conversations.encode(pair.prompt, judged_text(pair, side)), weighted_start(pair, side)
     return encoded._replace(offsets=[(start + begins, end + begins) for start, end in encoded.offsets])
 
 
-def credit(rows: Float[Tensor, "layers T"], encoded: EncodedResponse) -> TokenWeights:
-    """Returns what a conversation's rows put on the tokens of its response, those alone that hold a character of it."""
+def response_attention(rows: Float[Tensor, "layers T"], encoded: EncodedResponse) -> TokenWeights:
+    """Returns the attention to the tokens of a conversation's response that hold a character of it."""
     kept = [place for place, (start, end) in enumerate(encoded.offsets) if end > start]
     start = len(encoded.prompt_ids)
     return TokenWeights(

@@ -1,4 +1,4 @@
-"""Attention rollout: the verdict position's row of the product of all layers' attention (paper, ablations)."""
+"""Attention rollout: the verdict position's row of the product of all layers' attention maps (paper, ablations)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,16 +8,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.judge.base import JudgeReading
-from attnpo.judge.layers import Row, attending
+from attnpo.judge.layers import StoredRow, layers_with_attention
 from attnpo.schema import PairWeights, PreferencePair, UserError
 from attnpo.weights.base import CapturedSource
 from attnpo.weights.postprocess import Postprocess
-from attnpo.weights.sources.attention import judge_rounds
+from attnpo.weights.sources.attention import capture_judge_rounds
 
 
 @dataclass(frozen=True)
 class Rollout(CapturedSource):
-    """Last prompt token's row of ``prod_l (A_l + I) / 2``, newest layer from the left, A_l the head mean.
+    """Row of the last prompt token in ``prod_l (A_l + I) / 2``; A_l is the head mean, the last layer is leftmost.
 
     Rows already sum to 1, so nothing is renormalised between layers (LOSSES 3.2; Abnar and Zuidema 2020).
     """
@@ -27,26 +27,28 @@ class Rollout(CapturedSource):
     requires: ClassVar[frozenset[str]] = frozenset({"judge"})
 
     def resolve(self, num_layers: int) -> "Rollout":
-        """Returns the source itself. UserError for a judge that has layers without softmax attention."""
-        readable = attending(num_layers)
+        """Returns the source itself. UserError if the judge has layers without softmax attention."""
+        readable = layers_with_attention(num_layers)
         if len(readable) < num_layers:
             raise UserError(
-                f"weights=rollout multiplies the attention of every layer, and this judge has attention in "
-                f"{len(readable)} of {int(num_layers)} layers only ({', '.join(map(str, readable))}): set "
-                "weights=attention, or take another judge"
+                f"weights=rollout multiplies the attention of all layers, but this judge has attention in only "
+                f"{len(readable)} of {int(num_layers)} layers ({', '.join(map(str, readable))}): set "
+                "weights=attention, or choose another judge"
             )
         return self
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns what is read: half identity, half head mean, at the verdict position."""
+        """Returns the settings of the rollout: half identity, half head mean, at the verdict position."""
         return {"source": "rollout", "position": "last_prompt_token", "heads": "mean", "identity": 0.5}
 
-    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
+    def capture(
+        self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[StoredRow, ...]
+    ) -> list[PairWeights]:
         """Returns both judge rounds of each pair, one float32 row each; all prompts go to the judge in one call."""
-        return judge_rounds("rollout", pairs, reader, _row, (), rollout=True)
+        return capture_judge_rounds("rollout", pairs, reader, _rollout_row, (), rollout=True)
 
 
-def _row(reading: JudgeReading) -> Float[Tensor, "1 T"]:
+def _rollout_row(reading: JudgeReading) -> Float[Tensor, "1 T"]:
     if reading.rollout is None:
-        raise ValueError("the judge was asked for rollout and gave none")
+        raise ValueError("the judge did not return the requested rollout")
     return reading.rollout.unsqueeze(0)

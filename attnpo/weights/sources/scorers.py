@@ -1,4 +1,4 @@
-"""Raw rows of sources that compare two scorers: a number per training token, stored once, weighed on every use."""
+"""Raw rows of sources that compare two scorers: one number per training token, stored once, converted on every use."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,24 +8,24 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.judge.layers import Row
+from attnpo.judge.layers import StoredRow
 from attnpo.schema import SIDES, EncodedResponse, JudgeRound, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.ranges import as_array
 from attnpo.weights.base import ScoredSource, ScorerModel
-from attnpo.weights.capture import show_pairs
+from attnpo.weights.capture import prepare_pairs
 
 LOG_RATIO = "log_ratio"
 CONTRAST = "contrast"
 
 Rule = Callable[[Float[Tensor, " n"], Bool[Tensor, " n"], str], Float[Tensor, " n"]]
-"""(raw numbers, which tokens hold characters, side) to the weights of a response."""
+"""Maps (raw numbers, mask of tokens with characters, side) to the weights of a response."""
 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Causal LM that is asked for statistics of training tokens; ``attnpo.data.scoring`` has the one in use.
+    """Causal LM that returns statistics of training tokens; implemented in ``attnpo.data.scoring``.
 
-    ``names`` are those of ``TokenStats``: "logps", "vocab:NAME" of one model's distribution, "joint:NAME" of two.
+    ``names`` are fields of ``TokenStats``: "logps", "vocab:NAME" for one model's distribution, "joint:NAME" for two.
     """
 
     def scores(
@@ -39,58 +39,60 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class TrainingTexts(Protocol):
-    """Gives pairs as training ids; ``attnpo.data.scoring.RunTexts`` is the one in use."""
+    """Encodes pairs as training ids; implemented by ``attnpo.data.scoring.RunTexts``."""
 
     def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
-        """Returns the ids by side that training reads; ``attnpo.text.chat.RefusedText`` for a pair that has none."""
+        """Returns the training ids by side; raises ``attnpo.text.chat.RefusedText`` if the pair has none."""
 
     def add_instruction(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
     ) -> tuple[Mapping[str, EncodedResponse], bool]:
-        """Returns the same under a prompt with ``instruction``, and whether that prompt was shortened."""
+        """Returns the ids with ``instruction`` added to the prompt, and whether that prompt was shortened."""
 
 
 @dataclass(frozen=True)
 class LoadedScorers:
-    """Models in memory by the names that a source has for them, with what gives pairs as the ids that they read."""
+    """Loaded models by their names in the source, and the encoder of the pairs they read."""
 
     scorers: Mapping[str, Scorer]
     texts: TrainingTexts
 
 
 def check_scorers(models: Mapping[str, ScorerModel]) -> None:
-    """Raises UserError where both scorers are one model that is asked in one way: all would be 0."""
+    """Raises UserError if both scorers are the same model with the same instruction: all differences would be 0."""
     (first, one), (second, other) = models.items()
     if (one.path, one.revision, one.instruction) == (other.path, other.revision, other.instruction):
         what = "the run's own model" if one.path is None else one.path
         raise UserError(
-            f"weights.{first} and weights.{second} are both {what}, asked in the same way, so that they agree on every "
-            f"token: set weights.{first}.path or weights.{second}.path to another model, or an instruction"
+            f"weights.{first} and weights.{second} are both {what} with the same instruction, so they agree on every "
+            f"token: set weights.{first}.path or weights.{second}.path to another model, or add an instruction"
         )
 
 
 class ComparedSource(ScoredSource):
-    """Source of what two scorers make of the training tokens: ``statistic`` is stored, weights are made on each use."""
+    """Source that compares two scorers on the training tokens: stores ``statistic``, makes weights on each use."""
 
     @property
     def statistic(self) -> str:
-        """Returns what is compared.
+        """Returns the statistic to compare.
 
-        "log_ratio": log-probability under the first model less that under the second; "contrast": log-probability under
-        softmax(2 z - z'), z and z' their logits.
+        "log_ratio": log-probability under the first model minus that under the second; "contrast": log-probability
+        under softmax(2 z - z'), z and z' their logits.
         """
         return LOG_RATIO
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns what is compared, after which instructions; never what is made of it."""
+        """Returns the compared statistic and the instructions, not the weights that are made from them."""
         asked = [model.fingerprint() for model in self.scorers.values()]
         return {"source": "scorers", "statistic": self.statistic, "asked": asked}
 
-    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Returns one round per pair on its training tokens, a float32 row per response with the raw comparison.
+    def capture(
+        self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[StoredRow, ...]
+    ) -> list[PairWeights]:
+        """Returns one round per pair on its training tokens: a float32 row per response with the raw comparison.
 
-        A pair whose text has no training ids, or cannot be given an instruction, comes back ``Unreadable``.
-        ``Round.cut``: an instruction's prompt had to be shortened. UserError when the scorers are missing.
+        A pair whose text has no training ids, or cannot be given an instruction, comes back as ``UnreadablePair``.
+        ``Round.cut``: the prompt with the instruction was shortened. UserError without scorers.
         """
         (first, model), (second, other) = self.scorers.items()
         if not isinstance(reader, LoadedScorers) or not self.scorers.keys() <= reader.scorers.keys():
@@ -98,14 +100,14 @@ class ComparedSource(ScoredSource):
                 f"weights={self.name} compares two models: set weights.{first}.path and weights.{second}.path"
             )
         texts = reader.texts
-        asked, refused = show_pairs(pairs, lambda pair: _ask(pair, texts, model, other))
-        rows = _compare(list(asked.values()), reader.scorers[first], reader.scorers[second], self.statistic)
+        asked, refused = prepare_pairs(pairs, lambda pair: _prepare_inputs(pair, texts, model, other))
+        rows = _compare_scorers(list(asked.values()), reader.scorers[first], reader.scorers[second], self.statistic)
         found = {pair_id: _to_pair_weights(one, rows[pair_id]) for pair_id, one in asked.items()} | refused
         return [found[pair.pair_id] for pair in pairs]
 
 
-class _Asked(NamedTuple):
-    """Pair's training ids, and the ids that each of the two scorers reads."""
+class _ScorerInputs(NamedTuple):
+    """Training ids of a pair, and the ids that each of the two scorers reads."""
 
     pair_id: str
     encoded: Mapping[str, EncodedResponse]
@@ -114,7 +116,9 @@ class _Asked(NamedTuple):
     cut: bool
 
 
-def _ask(pair: PreferencePair, texts: TrainingTexts, model: ScorerModel, other: ScorerModel) -> _Asked:
+def _prepare_inputs(
+    pair: PreferencePair, texts: TrainingTexts, model: ScorerModel, other: ScorerModel
+) -> _ScorerInputs:
     encoded = texts.encode(pair)
     cut, read = False, []
     for scorer in (model, other):
@@ -124,11 +128,11 @@ def _ask(pair: PreferencePair, texts: TrainingTexts, model: ScorerModel, other: 
             ids, shortened = texts.add_instruction(pair, encoded, scorer.instruction)
             read.append(ids)
             cut = cut or shortened
-    return _Asked(pair.pair_id, encoded, read[0], read[1], cut)
+    return _ScorerInputs(pair.pair_id, encoded, read[0], read[1], cut)
 
 
-def _compare(
-    asked: Sequence[_Asked], first: Scorer, second: Scorer, statistic: str
+def _compare_scorers(
+    asked: Sequence[_ScorerInputs], first: Scorer, second: Scorer, statistic: str
 ) -> dict[str, dict[str, Float[Tensor, " n"]]]:
     """Returns the rows by pair id and side."""
     places = [(one.pair_id, side) for one in asked for side in SIDES]
@@ -146,7 +150,7 @@ def _compare(
     return rows
 
 
-def _to_pair_weights(asked: _Asked, rows: Mapping[str, Float[Tensor, " n"]]) -> PairWeights:
+def _to_pair_weights(asked: _ScorerInputs, rows: Mapping[str, Float[Tensor, " n"]]) -> PairWeights:
     sides = {}
     for side in SIDES:
         encoded = asked.encoded[side]
@@ -158,25 +162,25 @@ def _to_pair_weights(asked: _Asked, rows: Mapping[str, Float[Tensor, " n"]]) -> 
     return PairWeights(asked.pair_id, (JudgeRound(True, sides["chosen"], sides["rejected"], cut=asked.cut),))
 
 
-def weighed_by(captured: PairWeights, rule: Rule) -> PairWeights:
-    """Returns ``captured`` with each response's raw row replaced by ``rule``'s weights, in float64.
+def apply_rule(captured: PairWeights, rule: Rule) -> PairWeights:
+    """Replaces each response's raw row in ``captured`` by ``rule``'s weights, in float64.
 
-    UserError naming the pair and the side for a raw number that is not finite.
+    UserError naming the pair and the side if a raw number is not finite.
     """
 
-    def one(item: TokenWeights, side: str) -> TokenWeights:
+    def weigh_response(item: TokenWeights, side: str) -> TokenWeights:
         raw = item.weights[0].double()
         if not bool(raw.isfinite().all()):
             bad = float(raw[~raw.isfinite()][0])
             raise UserError(
-                f"pair {captured.pair_id}, {side}: expected finite scores of both scorers, got {bad}; score with "
+                f"pair {captured.pair_id}, {side}: expected finite scores from both scorers, got {bad}; score with "
                 "dtype=float32, or drop the pair"
             )
         words = item.offsets[:, 1] > item.offsets[:, 0]
         return replace(item, weights=rule(raw, words, side).to(item.weights.dtype).unsqueeze(0))
 
     rounds = tuple(
-        replace(item, chosen=one(item.chosen, "chosen"), rejected=one(item.rejected, "rejected"))
+        replace(item, chosen=weigh_response(item.chosen, "chosen"), rejected=weigh_response(item.rejected, "rejected"))
         for item in captured.rounds
     )
     return replace(captured, rounds=rounds)

@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.judge.layers import Row
+from attnpo.judge.layers import StoredRow
 from attnpo.schema import PairWeights, check_range
 from attnpo.weights.base import ScorerModel
-from attnpo.weights.sources.scorers import ComparedSource, check_scorers, weighed_by
+from attnpo.weights.sources.scorers import ComparedSource, apply_rule, check_scorers
 
 
 def select_top(scores: Float[Tensor, " n"], top_fraction: float, highest: bool) -> Bool[Tensor, " n"]:
-    """Marks the ``int(top_fraction (n - 1))`` highest (or lowest) scores, first of equals, never the first token's.
+    """Marks the ``int(top_fraction (n - 1))`` highest (or lowest) scores; earlier ties first, never the first token.
 
     Source: SteveKGYang/SePO, ``token_score.py``.
     """
@@ -28,13 +28,13 @@ def select_top(scores: Float[Tensor, " n"], top_fraction: float, highest: bool) 
 
 @dataclass(frozen=True)
 class Selection(ComparedSource):
-    """``top_fraction`` of the tokens: on the chosen side those that the oracle raises most, on the rejected lowest.
+    """Selects ``top_fraction`` of the tokens: the highest scores on the chosen side, the lowest on the rejected side.
 
-    The score of a token is its log-probability under ``oracle`` less that under ``reference``, the model that the
-    oracle was trained from; the end of turn is a candidate. Kept tokens weigh n / (number kept), so that an objective
-    that means over a response means over the kept ones (SePO's loss is ``objective=simpo objective.beta=1
-    objective.gamma_beta_ratio=0``), or 1 each with ``as_mean`` false. A pair of which one side keeps nothing says
-    nothing: its weights are 0 on both sides.
+    A token's score is its log-probability under ``oracle`` minus that under ``reference``, the model that the oracle
+    was trained from; the end of turn is a candidate. Selected tokens get n / (number selected), so that an objective
+    that averages over a response averages over the selected tokens (SePO's loss is ``objective=simpo objective.beta=1
+    objective.gamma_beta_ratio=0``), or 1 each if ``as_mean`` is false. If one side has no selected token, the weights
+    of the pair are 0 on both sides.
     """
 
     oracle: ScorerModel
@@ -50,15 +50,15 @@ class Selection(ComparedSource):
 
     @property
     def scorers(self) -> Mapping[str, ScorerModel]:
-        """Returns both models by their keys."""
+        """Returns both models by their config keys."""
         return {"oracle": self.oracle, "reference": self.reference}
 
-    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
-        """Returns the weights of the kept tokens; 0 everywhere where a side keeps none."""
-        chosen = weighed_by(captured, self._weights)
+    def select(self, captured: PairWeights, layers: tuple[StoredRow, ...]) -> PairWeights:
+        """Returns the weights of the selected tokens; 0 everywhere if one side has none."""
+        chosen = apply_rule(captured, self._selection_weights)
         empty = [not bool(part.weights.any()) for item in chosen.rounds for part in (item.chosen, item.rejected)]
-        return weighed_by(captured, lambda raw, words, side: torch.zeros_like(raw)) if any(empty) else chosen
+        return apply_rule(captured, lambda raw, words, side: torch.zeros_like(raw)) if any(empty) else chosen
 
-    def _weights(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
+    def _selection_weights(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
         kept = select_top(raw, self.top_fraction, highest=side == "chosen").to(raw.dtype)
         return kept * (raw.numel() / kept.sum().clamp(min=1)) if self.as_mean else kept

@@ -1,7 +1,7 @@
-"""Verbalised importance: a model splits each response into parts and scores them 1 to 5 (paper, ablation of sources).
+"""Verbalised importance: a model splits each response into parts and scores them from 1 to 5 (paper, ablations).
 
-The paper gives no wording and no rule for spreading scores over tokens; both are ours. Scores stand on the training
-tokens of the response themselves, so that alignment is exact.
+The paper gives no wording and no rule for distributing scores over tokens; both are ours. Scores are assigned to the
+training tokens of the response, so alignment is exact.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.judge.layers import Row
+from attnpo.judge.layers import StoredRow
 from attnpo.schema import (
     SIDES,
     Generator,
@@ -26,18 +26,18 @@ from attnpo.schema import (
 )
 from attnpo.text.traces import judged_text, weighted_start
 from attnpo.weights.base import CapturedSource
-from attnpo.weights.capture import show_pairs
+from attnpo.weights.capture import prepare_pairs
 from attnpo.weights.postprocess import Postprocess
-from attnpo.weights.score_parser import ScoredSpan, read_answer
+from attnpo.weights.score_parser import ScoredSpan, parse_scores
 from attnpo.weights.verbalizer_settings import ScoreQuestions
 
-# Raised by hand when the same answer would give other raw scores; why by hand, and who notices, as CAPTURE_VERSION.
+# Increase by hand when the same answer would give different raw scores; see CAPTURE_VERSION for the reasons.
 READER = "2"
 
 
 @dataclass(frozen=True)
 class LoadedVerbalizer:
-    """Generator at hand with the questions that it is asked and how it decodes its answers."""
+    """Generator with the questions that it is asked and its decoding settings."""
 
     generator: Generator
     questions: ScoreQuestions
@@ -46,10 +46,10 @@ class LoadedVerbalizer:
 
 @dataclass(frozen=True)
 class Verbalized(CapturedSource):
-    """Score of the part a token belongs to, from the model's own words; 0 where no part was found.
+    """Score that the model gave to the part a token belongs to; 0 if no part was found.
 
-    ``min_coverage``: the share of a response's tokens that must have a score (paper: 0.9); pairs with a side below it
-    are dropped and counted.
+    ``min_coverage``: share of a response's tokens that must have a score (paper: 0.9); pairs with a side below it are
+    dropped and counted.
     """
 
     postprocess: Postprocess = field(default_factory=lambda: Postprocess(sink_tokens=0))
@@ -62,45 +62,46 @@ class Verbalized(CapturedSource):
         check_range("weights", "[0, 1]", min_coverage=self.min_coverage)
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns how answers become rows."""
+        """Returns the rules that turn answers into rows."""
         return {"source": "verbalized", "spread": "mean over the token's characters", "reader": READER}
 
-    def capture(self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[Row, ...]) -> list[PairWeights]:
+    def capture(
+        self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[StoredRow, ...]
+    ) -> list[PairWeights]:
         """Returns one round per pair, a float32 row of scores per response.
 
-        All prompts go to the generator in one call.
-
-        A pair that the generator cannot be asked about comes back ``Unreadable``.
+        All prompts go to the generator in one call. A pair that the generator cannot be asked about comes back as
+        ``UnreadablePair``.
         """
         if not isinstance(reader, LoadedVerbalizer):
-            raise UserError("weights=verbalized asks a generator: set the group verbalizer")
+            raise UserError("weights=verbalized needs a generator: set the config group verbalizer")
         questions = reader.questions
-        asked, refused = show_pairs(pairs, lambda pair: [questions.ask(pair, side) for side in SIDES])
+        asked, refused = prepare_pairs(pairs, lambda pair: [questions.build_prompt(pair, side) for side in SIDES])
         prompts = [prompt for both in asked.values() for prompt in both]
         answers = iter(reader.generator.generate(prompts, reader.sampling) if prompts else [])
         found: dict[str, PairWeights] = {**refused}
         for pair in {pair.pair_id: pair for pair in pairs if pair.pair_id in asked}.values():
-            chosen, rejected = (_row(pair, side, next(answers), questions) for side in SIDES)
+            chosen, rejected = (_score_row(pair, side, next(answers), questions) for side in SIDES)
             found[pair.pair_id] = PairWeights(pair.pair_id, (JudgeRound(True, chosen, rejected),))
         return [found[pair.pair_id] for pair in pairs]
 
 
-def _row(pair: PreferencePair, side: str, answer: str, questions: ScoreQuestions) -> TokenWeights:
+def _score_row(pair: PreferencePair, side: str, answer: str, questions: ScoreQuestions) -> TokenWeights:
     """Returns the scores that ``answer`` gives to the tokens of one response."""
     text, begins = judged_text(pair, side), weighted_start(pair, side)
     ids, places = questions.tokens(pair, side)
     shown = [(max(start, begins) - begins, end - begins) for start, end in places]
-    row = spread(read_answer(answer, text).spans, text, shown)
+    row = spread_scores(parse_scores(answer, text).spans, text, shown)
     return TokenWeights(
         torch.tensor(ids, dtype=torch.long), torch.tensor(places, dtype=torch.long).reshape(-1, 2), row.unsqueeze(0)
     )
 
 
-def spread(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[int, int]]) -> Float[Tensor, " n"]:
-    """Returns a score per token: the mean over those of its characters that have one; 0 for a token without any.
+def spread_scores(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[int, int]]) -> Float[Tensor, " n"]:
+    """Returns a score per token: the mean over its characters that have one; 0 if none has.
 
-    A token of blanks alone takes the score of the part it stands in or, since parts are quoted without what is between
-    them, of the part that ends before it.
+    A whitespace token takes the score of the part it is inside of. Parts are quoted without the whitespace between
+    them, so a whitespace token after a part takes the score of that part.
     """
     scores = torch.zeros(len(response), dtype=torch.float64)
     after = torch.zeros(len(response), dtype=torch.float64)
@@ -109,11 +110,11 @@ def spread(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[in
         scores[span.start : span.end] = span.score
         after[span.end : end] = span.score
     filled = torch.where(scores > 0, scores, after)
-    row = [_mean((scores if response[start:end].strip() else filled)[start:end]) for start, end in places]
+    row = [_mean_score((scores if response[start:end].strip() else filled)[start:end]) for start, end in places]
     return torch.tensor(row, dtype=torch.float32)
 
 
-def _mean(scores: Float[Tensor, " characters"]) -> float:
-    """Returns the mean of the scores above 0; 0 where there is none."""
+def _mean_score(scores: Float[Tensor, " characters"]) -> float:
+    """Returns the mean of the scores above 0; 0 if there are none."""
     scored = scores[scores > 0]
     return float(scored.mean()) if scored.numel() else 0.0

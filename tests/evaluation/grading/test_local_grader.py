@@ -12,8 +12,8 @@ from attnpo.data.base import PreferencePair
 from attnpo.evaluation.chat import Grader, GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.local_chat import LocalGrader
 from attnpo.evaluation.pairwise import Comparison, PairwiseRules
-from attnpo.judge.prompts import JudgePrompts
-from attnpo.judge.reader import CausalJudge
+from attnpo.judge.causal_judge import CausalJudge
+from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.judge.settings import JudgeRules
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import Message, UserError
@@ -99,11 +99,11 @@ def test_batches_decide_no_label_probability(world: World, grader: LocalGrader) 
 
 
 def test_the_prompt_of_a_comparison_is_that_of_attentionpos_judge(world: World, grader: LocalGrader) -> None:
-    """Both orders: the very ids of ``JudgePrompts``, so the verdict is the one that training reads."""
+    """Both orders: the very ids of ``JudgePromptBuilder``, so the verdict is the one that training reads."""
     file = str(CONFIG_DIR / "judge" / "testbed.txt")
     answers = ("the broth was nice .", " it had a poor bread .\n")
     pair = PreferencePair.from_texts([Message(role="user", content=PROMPTS[0])], *answers)
-    prompts = JudgePrompts(JudgeRules(file, max_length=512), ChatFormat(load_tokenizer(world.model)))
+    prompts = JudgePromptBuilder(JudgeRules(file, max_length=512), ChatFormat(load_tokenizer(world.model)))
     built = [prompt.input_ids for prompt in prompts.build(pair)]
     asked = PairwiseRules(file).grading_calls("bench", 0, [Comparison("q", PROMPTS[0], *answers)])
     assert [grader._prompt_ids(one.messages) for one in asked] == built

@@ -19,7 +19,7 @@ from attnpo.lab.reports.weight_report import (
     token_rows,
 )
 from attnpo.schema import UserError
-from attnpo.weights.postprocess import effective_number
+from attnpo.weights.postprocess import effective_token_count
 
 
 def test_statistics_by_hand() -> None:
@@ -54,7 +54,7 @@ def test_extremes() -> None:
 
 
 def test_factors_and_signed_rows_are_read_by_size() -> None:
-    assert effective_number(torch.tensor([2.0, -2.0, 2.0])) == pytest.approx(3)
+    assert effective_token_count(torch.tensor([2.0, -2.0, 2.0])) == pytest.approx(3)
     assert response_statistics(torch.tensor([2.0, -2.0]))["mass"] == 0.0
 
 

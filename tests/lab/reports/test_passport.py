@@ -14,7 +14,7 @@ from attnpo.cli.entry import run_entry
 from attnpo.data.base import PairSet
 from attnpo.judge.base import JudgeReading, LoadedJudge
 from attnpo.judge.judge import RunJudge
-from attnpo.judge.verdicts import wilson
+from attnpo.judge.verdicts import wilson_interval
 from attnpo.lab.reports.passport import draw_sample, write_passport
 from attnpo.lab.testbed.pairs import write_jsonl
 from attnpo.lab.testbed.words import POLARITY
@@ -129,7 +129,7 @@ def test_a_judge_that_knows_is_worth_reading(
     assert found["judgement"]["worth"] == "worth reading"
     averaged = found["accuracy"]["averaged"]
     assert averaged["value"] == 0.75 and averaged["count"] == PAIRS, "the bias cancels, the wrong labels do not"
-    assert (averaged["low"], averaged["high"]) == pytest.approx(wilson(0.75, PAIRS))
+    assert (averaged["low"], averaged["high"]) == pytest.approx(wilson_interval(0.75, PAIRS))
     assert found["accuracy"]["pull"]["value"] == pytest.approx(BIAS, abs=1e-5)
     assert found["no_label"]["value"] == 0 and found["label_mass"]["value"] == pytest.approx(0.8)
     assert found["truth"]["wrong_labels"]["value"] == 0.25 and found["truth"]["accuracy"]["value"] == 1.0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnpo.judge.verdicts import JudgeStatistics, judge_lines, judge_statistics, wilson
+from attnpo.judge.verdicts import JudgeStatistics, judge_statistics, judge_summary_lines, wilson_interval
 from attnpo.lab.reports.passport import (
     CHANCE,
     DOUBTFUL,
@@ -52,7 +52,7 @@ def test_accuracy_and_bias_by_hand() -> None:
     found = accuracy(FOUND)
     assert found["chosen_first"].value == 3 / 4 and found["chosen_second"].value == 1 / 4
     assert found["averaged"].value == 2.5 / 4  # means 2, 1, -1.5 and 0, which is half
-    assert (found["averaged"].low, found["averaged"].high) == wilson(2.5 / 4, 4)
+    assert (found["averaged"].low, found["averaged"].high) == wilson_interval(2.5 / 4, 4)
     # The first answer is picked in 1, 2, 1 and 2 of the two verdicts of each pair.
     assert found["first_picked"].value == 0.75
     assert found["pull"].value == pytest.approx((-1 + 3 + 0.5 + 1) / 4)  # half the difference of the margins
@@ -67,15 +67,15 @@ def test_fits_lines_and_the_passport_say_the_same_numbers() -> None:
     assert statistics.first_picked == found["first_picked"].value
     assert statistics.pair_accuracy == found["averaged"].value
     assert statistics.consistency == found["agree"].value
-    assert judge_lines(statistics) == (
-        "judge too few pairs to say: right in 62.5 % of 4 pairs, both orders averaged; 75.0 % where the chosen answer "
-        "comes first, 25.0 % where it comes second",
+    assert judge_summary_lines(statistics) == (
+        "judge too few pairs to say: right in 62.5 % of 4 pairs, both orders averaged; 75.0 % if the chosen answer "
+        "comes first, 25.0 % if it comes second",
         "judge picks the first answer in 75.0 % of its verdicts; the orders agree in 50.0 %; 0.0 % are neither label",
     )
 
 
 def test_the_first_line_has_the_interval() -> None:
-    assert judge_lines(stats(0.75, 400))[0].startswith(
+    assert judge_summary_lines(stats(0.75, 400))[0].startswith(
         "judge above chance: right in 75.0 % of 400 pairs, both orders averaged (95 % interval 70.5 to 79.0);"
     )
 
@@ -105,7 +105,7 @@ def test_calibration_by_hand() -> None:
     right, other = low["accuracy"], high["accuracy"]
     assert (low["confidence"], right.value, right.count) == pytest.approx((0.62, 0.75, 4))
     assert (high["confidence"], other.value, other.count) == pytest.approx((0.98, 0.5, 2))
-    assert (right.low, right.high) == wilson(0.75, 4)
+    assert (right.low, right.high) == wilson_interval(0.75, 4)
     assert found["error"] == pytest.approx((4 * 0.13 + 2 * 0.48) / 6)
     assert found["excess"] == pytest.approx((4 * 0.62 + 2 * 0.98) / 6 - 4 / 6)
 

@@ -20,7 +20,7 @@ from attnpo.run.resolve import Readers, resolve
 from attnpo.run.result import RunResult, TruthScores
 from attnpo.schema import PreferencePair, UserError
 from attnpo.weights.base import WeightSource
-from attnpo.weights.faithfulness import Ranking, rankings
+from attnpo.weights.faithfulness import TokenRanking, rank_tokens
 from tests.run.worlds import GRAMMAR, World
 
 RULES = Faithfulness(pairs=14, shares=(0.2, 0.4), draws=1)
@@ -75,7 +75,7 @@ def test_the_weights_measured_are_those_that_the_study_trains(world: World) -> N
     source, readers, encoded = made(world, "weights=attention", "weights.layer=2", "weights.postprocess.sink_tokens=3")
     sample = select_calibration_pairs(encoded["train"].pairs, 4)
     weighed = readers.weigh(source, encoded)
-    rows = rankings(weighed.source, weighed.captured, weighed.layers)
+    rows = rank_tokens(weighed.source, weighed.captured, weighed.layers)
     assert decisive_mass(sample, rows, GRAMMAR) == sink["layer 2"]
 
 
@@ -96,9 +96,9 @@ def test_mass_is_the_share_on_decisive_words() -> None:
     for word in texts[0].split():
         edges.append((at, at + len(word)))
         at += len(word) + 1
-    row = Ranking(tuple(edges), tuple(4.0 if texts[0][a:b] == "superb" else 1.0 for a, b in edges))
+    row = TokenRanking(tuple(edges), tuple(4.0 if texts[0][a:b] == "superb" else 1.0 for a, b in edges))
     assert mark_decisive_tokens(pair, "chosen", row.offsets, GRAMMAR) == [texts[0][a:b] == "superb" for a, b in edges]
-    nothing = Ranking(((0, 2),), (1.0,))
+    nothing = TokenRanking(((0, 2),), (1.0,))
     rows = {pair.pair_id: {"chosen": row, "rejected": nothing}}
     assert decisive_mass([pair], rows, GRAMMAR) == pytest.approx(4 / (4 + len(edges) - 1), abs=1e-4)
     foreign = PreferencePair.from_texts([{"role": "user", "content": "hello"}], texts[0], "no")

@@ -18,7 +18,7 @@ from attnpo.lab.testbed.pretrain import TaskSampler, new_model
 from attnpo.lab.testbed.recipes import BaseRecipe
 from attnpo.lab.testbed.tokenizer import SCORE_TEMPLATE, build_tokenizer, chat_prompts, encode_all, token_ids
 from attnpo.schema import Generator, Sampling, UserError
-from attnpo.weights.score_parser import read_answer
+from attnpo.weights.score_parser import parse_scores
 
 GRAMMAR = Grammar()
 GREEDY = Sampling(max_new_tokens=64, temperature=0.0)
@@ -80,14 +80,14 @@ def one_by_one(
 def test_digits_are_those_of_reading_one_by_one(tokenizer: PreTrainedTokenizerFast, batch_size: int) -> None:
     model = random_model(tokenizer)
     rows = reviews(9)
-    generator = KnownParts(GRAMMAR, batch_size).generator(model, tokenizer)
+    generator = KnownParts(GRAMMAR, batch_size).make_generator(model, tokenizer)
     assert isinstance(generator, Generator)
     answers = generator.generate(asked(rows), GREEDY)
     seen = set()
     for (question, review), answer in zip(rows, answers, strict=True):
         expected = one_by_one(model, tokenizer, question, review)
         assert json.loads(answer) == [{"part": part, "score": score} for part, score in expected]
-        reading = read_answer(answer, review)
+        reading = parse_scores(answer, review)
         assert not reading.problems
         assert [review[span.start : span.end] for span in reading.spans] == [part for part, _ in expected]
         seen |= {score for _, score in expected}

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from attnpo.config.compose import CONFIG_DIR
-from attnpo.judge.prompts import JudgePrompts
+from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.judge.settings import Assembly, JudgeRules
 from attnpo.lab.testbed import words
 from attnpo.lab.testbed.grammar import Grammar
@@ -122,7 +122,7 @@ def test_the_base_learns_the_very_prompts_and_labels_that_the_judge_reads(
     tokenizer: PreTrainedTokenizerFast, assembly: Assembly, rng: random.Random
 ) -> None:
     """Taught prompts and verdicts equal those of the judge's prompt builder, which knows nothing of the testbed."""
-    prompts = JudgePrompts(
+    prompts = JudgePromptBuilder(
         JudgeRules(str(CONFIG_DIR / "judge" / "testbed.txt"), assembly=assembly, max_length=512), ChatFormat(tokenizer)
     )
     assert list(prompts.label_ids) == token_ids(tokenizer, VERDICTS)

@@ -1,9 +1,9 @@
-"""Weights of many responses at once: what ``postprocess`` and ``text.alignment`` do for one, by arrays.
+"""Batched version of ``postprocess`` and ``text.alignment``: the weights of many responses at once, on flat arrays.
 
-The rows of a chunk stand one behind the other in flat arrays. Only what is the same for every order of additions is
-computed on these; sums of a row are torch's own, so that each number is, to the bit, the one that its response gets by
-itself. A response that needs more than this (rounds on other tokens, tokens without an equal partner, a weight that is
-refused) comes back as None and is left to the way for one.
+The rows of a chunk are concatenated in flat arrays. Only operations that do not depend on the order of additions run on
+these arrays. Row sums are computed by torch for each row, so every number is bit for bit the one that a single response
+gets. Responses that need more (rounds on different tokens, tokens without an equal partner, invalid weights) come back
+as None and are handled one by one.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-class _Rows:
-    """Where rows of ``counts`` items stand in a flat array."""
+class _FlatRows:
+    """Layout of rows of ``counts`` items in a flat array."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.sizes = list(counts)
@@ -37,33 +37,36 @@ class _Rows:
         self.owner = np.repeat(np.arange(len(counts)), self.counts)
         self.place = np.arange(len(self.owner)) - self.starts[self.owner]
 
-    def sums(self, values: Floats) -> Floats:
-        """Returns each row's sum, added in torch's order."""
+    def row_sums(self, values: Floats) -> Floats:
+        """Returns the sum of each row, added in torch's order."""
         parts = torch.from_numpy(values).split_with_sizes(self.sizes)
         return np.array([float(part.sum()) for part in parts], dtype=np.float64)
 
-    def numbers(self, marked: NDArray[np.bool_]) -> Ints:
-        """Returns how many items of each row are marked."""
+    def count_marked(self, marked: NDArray[np.bool_]) -> Ints:
+        """Returns the number of marked items in each row."""
         return np.bincount(self.owner[marked], minlength=len(self.counts))
 
-    def first(self, limits: Ints) -> Ints:
-        """Returns where the first items of each row stand, as many as ``limits`` says."""
+    def first_items(self, limits: Ints) -> Ints:
+        """Returns the indices of the first ``limits`` items of each row."""
         return np.flatnonzero(self.place < limits[self.owner])
 
-    def of(self, row: int) -> slice:
-        """Returns where a row's items stand."""
+    def row_slice(self, row: int) -> slice:
+        """Returns the slice of a row in the flat array."""
         return slice(self.starts[row], self.ends[row])
 
 
-def distributions(
+def postprocess_responses(
     rule: Postprocess, responses: Sequence[Sequence[TokenWeights]]
 ) -> list[tuple[Float[Tensor, " _"], bool] | None]:
-    """Returns what ``rule`` makes of each response's rounds, one or two on the same tokens, and if it is flat."""
+    """Applies ``rule`` to each response's rounds; returns the weights, and whether the raw ones were all zero.
+
+    Only responses with one or two rounds on the same tokens are handled; the others are None.
+    """
     found: list[tuple[Tensor, bool] | None] = [None] * len(responses)
     for rounds in (1, 2):
         places = [place for place, parts in enumerate(responses) if len(parts) == rounds and _is_plain(parts)]
         rows = [[responses[place][order] for place in places] for order in range(rounds)]
-        for place, made in zip(places, _distributions(rule, rows) if places else [], strict=True):
+        for place, made in zip(places, _postprocess_rounds(rule, rows) if places else [], strict=True):
             found[place] = made
     return found
 
@@ -73,11 +76,11 @@ def _is_plain(parts: Sequence[TokenWeights]) -> bool:
     return count > 0 and all(part.token_ids.numel() == count and part.weights.shape == (1, count) for part in parts)
 
 
-def _distributions(
+def _postprocess_rounds(
     rule: Postprocess, rounds: Sequence[Sequence[TokenWeights]]
 ) -> list[tuple[Float[Tensor, " _"], bool] | None]:
-    """Returns the same for rounds of equal lengths; ``rounds`` has all rows of the first one, then the next's."""
-    rows = _Rows([part.token_ids.numel() for part in rounds[0]])
+    """Applies ``rule`` to rounds of equal lengths; ``rounds`` has all rows of the first round, then all of the next."""
+    rows = _FlatRows([part.token_ids.numel() for part in rounds[0]])
     raw = [torch.cat([part.weights for part in parts], dim=1)[0].double().numpy() for parts in rounds]
     ids = [torch.cat([part.token_ids for part in parts]).numpy() for parts in rounds]
     highest = [np.maximum.reduceat(row, rows.starts) for row in raw]
@@ -87,36 +90,36 @@ def _distributions(
         sound[rows.owner[other != ids[0]]] = False
     if not sound.all():
         kept = np.flatnonzero(sound).tolist()
-        made = _distributions(rule, [[parts[place] for place in kept] for parts in rounds]) if kept else []
+        made = _postprocess_rounds(rule, [[parts[place] for place in kept] for parts in rounds]) if kept else []
         found: list[tuple[Tensor, bool] | None] = [None] * len(sound)
         for place, one in zip(kept, made, strict=True):
             found[place] = one
         return found
     if rule.round_order is RoundOrder.NORMALIZE_THEN_MEAN:
-        weights = _mean([_normalize(row, rows) for row in raw])
+        weights = _mean_of_rounds([_normalize_rows(row, rows) for row in raw])
         flat = np.any([high == 0 for high in highest], axis=0)
     else:
-        weights = _normalize(_mean(raw), rows)
+        weights = _normalize_rows(_mean_of_rounds(raw), rows)
         flat = np.all([high == 0 for high in highest], axis=0)
-    weights = _fix_sink(weights, rows, rule.sink_tokens, rule.sink_min_length)
+    weights = _fix_sinks(weights, rows, rule.sink_tokens, rule.sink_min_length)
     return list(zip(torch.from_numpy(weights).split_with_sizes(rows.sizes), flat.tolist(), strict=True))
 
 
-def _mean(rounds: Sequence[Floats]) -> Floats:
+def _mean_of_rounds(rounds: Sequence[Floats]) -> Floats:
     return sum(rounds, np.zeros(1)) / len(rounds)  # from +0, so that -0 becomes it as in torch
 
 
-def _normalize(weights: Floats, rows: _Rows) -> Floats:
-    """Returns ``postprocess.normalize`` of each row."""
+def _normalize_rows(weights: Floats, rows: _FlatRows) -> Floats:
+    """Applies ``postprocess.normalize`` to each row."""
     high = np.maximum.reduceat(weights, rows.starts)
     flat = high == 0
     scaled = weights / np.where(flat, 1.0, high)[rows.owner]
-    shares = scaled / np.where(flat, 1.0, rows.sums(scaled))[rows.owner]
+    shares = scaled / np.where(flat, 1.0, rows.row_sums(scaled))[rows.owner]
     return np.where(flat[rows.owner], (1.0 / rows.counts)[rows.owner], shares) if flat.any() else shares
 
 
-def _fix_sink(weights: Floats, rows: _Rows, first: int, least: int) -> Floats:
-    """Returns ``postprocess.fix_sink`` of each row."""
+def _fix_sinks(weights: Floats, rows: _FlatRows, first: int, least: int) -> Floats:
+    """Applies ``postprocess.fix_sink`` to each row."""
     long = rows.counts >= least
     if first <= 0 or not long.any():
         return weights
@@ -129,8 +132,8 @@ def _fix_sink(weights: Floats, rows: _Rows, first: int, least: int) -> Floats:
     return np.where(long[rows.owner], np.where(is_mean, mean[rows.owner], tail), weights)
 
 
-class Landed(NamedTuple):
-    """One response's weights on its training tokens; the numbers are those of ``pipeline.TrainingWeights``."""
+class AlignedResponse(NamedTuple):
+    """Weights of one response on its training tokens; the numbers are defined in ``pipeline.TrainingWeights``."""
 
     weights: Float[Tensor, " m"]
     length: float
@@ -141,20 +144,20 @@ class Landed(NamedTuple):
 
     @property
     def coverage(self) -> float:
-        """Returns the share of the tokens that had to get a partner and did."""
+        """Returns the share of tokens with characters that have a partner; 1 without such tokens."""
         return self.partnered / self.content if self.content else 1.0
 
 
-def carry(
+def align_responses(
     responses: Sequence[tuple[TokenWeights, Float[Tensor, " _"], Bool[Tensor, " _"] | None]],
     encoded: Sequence[EncodedResponse],
     method: AlignMethod,
     end_is_mean: bool,
-) -> list[Landed | None]:
-    """Returns weights on the training tokens of responses whose tokens are alike to the end of the shorter side.
+) -> list[AlignedResponse | None]:
+    """Aligns weights with the training tokens, if both sides have equal tokens up to the end of the shorter one.
 
-    Of each response: its tokens and their type, their weights, and about which of them something was said (None: all).
-    Tokens without a character get 1/n of n source tokens if ``end_is_mean``, else 0.
+    ``responses`` holds for each response its tokens, its weights, and a mask of the tokens that have a weight (None for
+    all). Training tokens without characters get 1/n, n the number of source tokens, if ``end_is_mean``, else 0.
     """
     fits = [
         row.token_ids.numel() == len(row.offsets) == len(weights) and len(onto.response_ids) == len(onto.offsets)
@@ -162,10 +165,10 @@ def carry(
     ]
     if not all(fits) or not responses:
         return [None] * len(responses)
-    source = _Rows([row.token_ids.numel() for row, _, _ in responses])
-    target = _Rows([len(onto.response_ids) for onto in encoded])
+    source = _FlatRows([row.token_ids.numel() for row, _, _ in responses])
+    target = _FlatRows([len(onto.response_ids) for onto in encoded])
     shared = np.minimum(source.counts, target.counts)
-    givers, receivers = source.first(shared), target.first(shared)
+    givers, receivers = source.first_items(shared), target.first_items(shared)
     ours = torch.cat([row.token_ids for row, _, _ in responses]).numpy()
     theirs = np.fromiter(chain.from_iterable(onto.response_ids for onto in encoded), np.int64, len(target.owner))
     differs = ours[givers] != theirs[receivers]
@@ -182,12 +185,12 @@ def carry(
         if edited.size:
             pairs = [np.zeros((0, 2), dtype=np.int64)]
             for row in edited.tolist():
-                shared[row], rest = match_equal_ids(ours[source.of(row)].tolist(), encoded[row].response_ids)
+                shared[row], rest = match_equal_ids(ours[source.row_slice(row)].tolist(), encoded[row].response_ids)
                 begin = np.array([source.starts[row], target.starts[row]])
                 pairs.append(np.array(rest, dtype=np.int64).reshape(-1, 2) + begin)
             behind = np.concatenate(pairs).T
-            givers = np.concatenate([source.first(shared), behind[0]])
-            receivers = np.concatenate([target.first(shared), behind[1]])
+            givers = np.concatenate([source.first_items(shared), behind[0]])
+            receivers = np.concatenate([target.first_items(shared), behind[1]])
 
     weights = torch.cat([one for _, one, _ in responses])
     moved, matched, arrived = np.zeros(len(holds)), np.zeros(len(holds), np.bool_), np.zeros(len(ours))
@@ -199,14 +202,18 @@ def carry(
     arrived[givers] = holds[receivers]
     ends = (1.0 / source.counts)[target.owner] if end_is_mean else 0.0
     rows = torch.from_numpy(np.where(holds, moved, ends)).split_with_sizes(target.sizes)
-    tokens, content, partnered = source.numbers(arrived > 0), target.numbers(holds), target.numbers(matched)
+    tokens, content, partnered = (
+        source.count_marked(arrived > 0),
+        target.count_marked(holds),
+        target.count_marked(matched),
+    )
     masses = weights.abs().split_with_sizes(source.sizes)
-    found: list[Landed | None] = [None] * len(responses)
+    found: list[AlignedResponse | None] = [None] * len(responses)
     for place, (mass, got) in enumerate(
         zip(masses, torch.from_numpy(arrived).split_with_sizes(source.sizes), strict=True)
     ):
         if not alone[place]:
-            found[place] = Landed(
+            found[place] = AlignedResponse(
                 rows[place].to(responses[place][0].weights.dtype, copy=True),
                 float(source.sizes[place]),
                 int(tokens[place]) / source.sizes[place] if source.sizes[place] else 1.0,

@@ -1,9 +1,9 @@
 """Causal LM as judge: attention rows of the verdict position, rollout and verdict, in one forward per batch.
 
-Implements ``judge.base.JudgeModel``. Prompts lie in one row without padding, what they begin with alike only once;
-of the last layer only the verdict positions are run, the vocabulary head nowhere else, and nothing above the deepest
-layer that is asked for. A model that cannot follow such rows is given right-padded batches of similar lengths: the
-same numbers, more work. Whether it can is tried once.
+Implements ``judge.base.JudgeModel``. Prompts are packed into one row without padding, and common prefixes are stored
+only once. The last layer runs only at the verdict positions, as does the vocabulary head, and nothing runs above the
+deepest requested layer. A model that does not support such rows gets right-padded batches of similar lengths: the same
+numbers, more work. This is tested once per model.
 """
 
 import logging
@@ -21,11 +21,11 @@ from attnpo.judge.attention import (
     KERNELS,
     MAPS,
     PROBE,
-    Enough,
-    Probe,
-    SeveralRows,
-    require_distributions,
-    take_maps,
+    AmbiguousAttention,
+    AttentionProbe,
+    StopForward,
+    check_attention_rows,
+    read_eager_maps,
     tap_attention,
     trim_last_layer,
 )
@@ -51,46 +51,46 @@ from attnpo.system.files import format_bytes
 log = logging.getLogger(__name__)
 
 ROW_BYTES = 16 << 20
-"""Widest activations of a row on a CPU: larger ones leave its caches and need newly cleared pages each time."""
+"""Maximum activation size of a row on a CPU: larger ones exceed its caches and need newly cleared pages each time."""
 
 KERNEL = "sdpa"
-"""Attention kernel family that a judge runs with unless told otherwise; part of its fingerprint."""
+"""Default attention kernel family of a judge; part of its fingerprint."""
 
 
 def kernel_for(found: ModelDescription) -> str:
-    """Returns the kernel family for a class: blocks where torch's fused kernel cannot do it, or maps."""
+    """Returns the kernel family for a model class: sdpa, "blocks" if torch's fused kernel does not fit, or maps."""
     return MAPS if found.mapped else KERNEL if found.attention == KERNEL else "blocks"
 
 
-def check_asked(
+def check_request(
     model: str, name: str, sequences: Sequence[Sequence[int]], layers: Sequence[int], num_layers: int
 ) -> None:
-    """Raises UserError for a layer that the ``model`` has not, and for a sequence without a token."""
+    """Raises UserError for a layer that the ``model`` does not have, or for a sequence without tokens."""
     outside = [layer for layer in layers if not 1 <= layer <= num_layers]
     if outside:
         raise UserError(
             f"layer {outside[0]} is not in 1..{num_layers} of this {model} (1 = first); set weights.layer to one of "
-            "these, to 'last' or to a fraction such as '1/2'"
+            "these numbers, to 'last' or to a fraction such as '1/2'"
         )
     empty = [index for index, ids in enumerate(sequences) if len(ids) == 0]
     if empty:
-        raise UserError(f"{name} {empty[0]} has no token; check its wording and the chat template")
+        raise UserError(f"{name} {empty[0]} has no tokens; check its wording and the chat template")
 
 
 class CausalJudge:
     """Reads attention and verdicts from a Hugging Face causal LM.
 
-    ``token_budget``: most tokens (padding included, common beginnings once) per forward; on a CPU rows of wide models
-    hold fewer, which is faster there. ``kernel``: "sdpa", "blocks" (float32 softmax in blocks of queries, for
-    comparison) or "maps" (those of eager attention, one prompt at a time), which also stands in for the other two where
-    they would give other numbers.
+    ``token_budget``: maximum number of tokens per forward pass (including padding; common prefixes count once). On a
+    CPU, rows of wide models are shorter, which is faster there. ``kernel``: "sdpa", "blocks" (float32 softmax in blocks
+    of queries, for comparison) or "maps" (the maps of eager attention, one prompt at a time), which also replaces the
+    other two if they would give different numbers.
     """
 
     _words: ClassVar[tuple[str, str]] = "judge", "judge prompt"
 
     def __init__(self, model: nn.Module, *, token_budget: int = 16384, kernel: str = KERNEL) -> None:
         if kernel not in KERNELS:
-            raise UserError(f"unknown attention kernel {kernel!r} for the judge; one of {', '.join(KERNELS)}")
+            raise UserError(f"unknown attention kernel {kernel!r} for the judge; choose one of {', '.join(KERNELS)}")
         if token_budget < 1:
             raise UserError(f"the judge's token budget must be positive, got {token_budget}")
         self.model = require_causal_lm(model)
@@ -102,12 +102,12 @@ class CausalJudge:
 
     @property
     def num_layers(self) -> int:
-        """Returns the depth of the model; layers are counted 1..num_layers. UserError where its config states none."""
+        """Returns the depth of the model; layers are counted 1..num_layers. UserError if its config has no depth."""
         depth = getattr(self.model.config.get_text_config(), "num_hidden_layers", None)
         if not isinstance(depth, int):
             raise UserError(
-                f"judge: the config of {type(self.model).__name__} states no num_hidden_layers, so its layers have no "
-                "numbers; name another model as judge.path"
+                f"judge: the config of {type(self.model).__name__} has no num_hidden_layers, so its layers cannot be "
+                "numbered; set judge.path to another model"
             )
         return depth
 
@@ -121,32 +121,32 @@ class CausalJudge:
         verdict: bool = True,
         label_ids: tuple[int, int] | None = None,
     ) -> list[JudgeReading]:
-        """Readings of token-id prompts in their order, float32 (float64 for a float64 model) on the CPU.
+        """Reads token-id prompts; returns their readings in order, float32 (float64 for a float64 model) on the CPU.
 
-        ``layers`` are 1-based and give the rows in the order asked. ``verdict`` runs the full depth and reads the arg
-        max token and, when ``label_ids`` are given, their two logits and ``verdict_logps``; without it (and without
-        rollout) the forward stops in the deepest layer asked. Raises ``UserError`` for a layer out of range, an empty
-        prompt, ``per_head`` of layers that differ in their number of heads, and a model whose attention is more than
-        the one that is read.
+        ``layers`` are 1-based and give the order of the rows. ``verdict`` runs the full depth and reads the arg max
+        token and, if ``label_ids`` are given, their two logits and ``verdict_logps``. Without it (and without rollout)
+        the forward pass stops in the deepest requested layer. Raises ``UserError`` for a layer out of range, an empty
+        prompt, ``per_head`` of layers with different numbers of heads, and a model whose attention does more than the
+        attention that is read.
         """
-        check_asked(*self._words, prompts, layers, self.num_layers)
+        check_request(*self._words, prompts, layers, self.num_layers)
         if prompts:
-            self._require_readable()
+            self._check_readable()
         readings: dict[int, JudgeReading] = {}
         asked = partial(
-            self._read, layers=layers, per_head=per_head, rollout=rollout, verdict=verdict, label_ids=label_ids
+            self._read_batch, layers=layers, per_head=per_head, rollout=rollout, verdict=verdict, label_ids=label_ids
         )
         with torch.inference_mode(), eval_mode(self.model), tap_attention(self._backbone, self.kernel):
-            shared = len(prompts) > 1 and self.kernel != MAPS and self._follows_rows()
+            shared = len(prompts) > 1 and self.kernel != MAPS and self._can_share_rows()
             most = 0 if self.kernel == MAPS and (layers or rollout) else self.token_budget
             padded = batch_longest_first([len(prompt) for prompt in prompts], lambda length: most // length)
-            for batch in row_batches(prompts, self._row(prompts)) if shared else padded:
+            for batch in row_batches(prompts, self._row_token_budget(prompts)) if shared else padded:
                 answers = asked([prompts[index] for index in batch], shared=shared)
                 readings.update(zip(batch, answers, strict=True))
         return [readings[index] for index in range(len(prompts))]
 
-    def _row(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Returns tokens of a row: the token budget; on a CPU fewer, but always room for both rounds of a pair."""
+    def _row_token_budget(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Returns the tokens of a row: the token budget; on a CPU fewer, but enough for both rounds of any pair."""
         if self.model.device.type != "cpu":
             return self.token_budget
         config = self.model.config.get_text_config()
@@ -158,12 +158,12 @@ class CausalJudge:
     def _backbone(self) -> PreTrainedModel:
         return backbone_of(self.model)
 
-    def _parts(self) -> ModelParts | None:
+    def _exact_parts(self) -> ModelParts | None:
         if self._split is None:
             self._split = has_exact_parts(self.model)
         return find_parts(self.model) if self._split else None
 
-    def _read(
+    def _read_batch(
         self,
         prompts: Sequence[Sequence[int]],
         layers: Sequence[int],
@@ -174,13 +174,15 @@ class CausalJudge:
         label_ids: tuple[int, int] | None,
         shared: bool,
     ) -> list[JudgeReading]:
-        """Readings of one batch, laid out as one row if ``shared``."""
+        """Reads one batch, laid out as one row if ``shared``."""
         wanted = [layer - 1 for layer in layers]
-        inputs, probe = self._laid(prompts, wanted, shared, per_head=per_head, rollout=rollout, stop=not verdict)
-        logits = self._run(inputs, probe, verdict)
-        return readings_of(probe, wanted, logits, label_ids, [len(prompt) for prompt in prompts])
+        inputs, probe = self._prepare_inputs(
+            prompts, wanted, shared, per_head=per_head, rollout=rollout, stop=not verdict
+        )
+        logits = self._forward(inputs, probe, verdict)
+        return make_readings(probe, wanted, logits, label_ids, [len(prompt) for prompt in prompts])
 
-    def _laid(
+    def _prepare_inputs(
         self,
         prompts: Sequence[Sequence[int]],
         wanted: Sequence[int],
@@ -189,8 +191,8 @@ class CausalJudge:
         per_head: bool = False,
         rollout: bool = False,
         stop: bool = False,
-    ) -> tuple[dict[str, object], Probe]:
-        """Returns the keyword arguments of the model, and the probe among them."""
+    ) -> tuple[dict[str, object], AttentionProbe]:
+        """Returns the model's keyword arguments, and the probe among them."""
         inputs: Mapping[str, object]
         if shared:
             row = pack_prompts(prompts, self.model.device)
@@ -198,25 +200,25 @@ class CausalJudge:
         else:
             ids, last = right_pad_prompts(prompts, self.model.device)
             inputs, branches = {"input_ids": ids}, None
-        probe = Probe(
+        probe = AttentionProbe(
             last, wanted, depth=self.num_layers, per_head=per_head, rollout=rollout, stop=stop, branches=branches
         )
         return {**inputs, "use_cache": False, PROBE: probe}, probe
 
-    def _run(self, inputs: dict[str, object], probe: Probe, verdict: bool) -> Tensor | None:
-        """Logits [batch vocab] of the last positions when the verdict is wanted; fills the probe."""
+    def _forward(self, inputs: dict[str, object], probe: AttentionProbe, verdict: bool) -> Tensor | None:
+        """Returns the logits [batch vocab] of the last positions if the verdict is requested; fills the probe."""
         if self.kernel == MAPS:
             inputs = {name: value for name, value in inputs.items() if name != PROBE}
             if probe.wanted or probe.keep:
-                return take_maps(self.model, self._parts() if verdict else None, inputs, probe, verdict)
+                return read_eager_maps(self.model, self._exact_parts() if verdict else None, inputs, probe, verdict)
         if not verdict:
             if probe.wanted or probe.keep:
-                with suppress(Enough):
+                with suppress(StopForward):
                     self._backbone(**inputs)
             return None
-        parts = self._parts()
+        parts = self._exact_parts()
         if probe.branches is not None:
-            with self._last_positions_only():
+            with self._trim_to_last_positions():
                 if parts is None:
                     return self.model(**inputs).logits[0]  # type: ignore[no-any-return]
                 return compute_logits(self._backbone(**inputs).last_hidden_state[0], parts.projection())
@@ -228,22 +230,22 @@ class CausalJudge:
         hidden = self._backbone(**inputs).last_hidden_state
         return compute_logits(hidden[batch, probe.last], parts.projection())
 
-    def _last_positions_only(self) -> AbstractContextManager[None]:
+    def _trim_to_last_positions(self) -> AbstractContextManager[None]:
         stacks = [module for module in self._backbone.modules() if isinstance(module, nn.ModuleList)]
         return trim_last_layer(next(stack[-1] for stack in stacks if len(stack) == self.num_layers))
 
-    def _follows_rows(self) -> bool:
-        """Returns whether rows of several prompts give the numbers of a padded batch, tried once."""
+    def _can_share_rows(self) -> bool:
+        """Tells whether rows of several prompts give the numbers of a padded batch; tested once."""
         if self._follows is None:
-            reason = self._reason_against_rows()
+            reason = self._find_row_problem()
             self._follows = reason is None
             if reason is not None:
-                log.info("judge: %s; prompts are padded instead: the same numbers, more work", reason)
+                log.info("judge: %s; prompts are padded instead, which gives the same numbers with more work", reason)
         return self._follows
 
     @torch.inference_mode()
-    def _require_readable(self) -> None:
-        """Raises ``UserError`` unless reading the attention leaves the model's numbers as they are; tried once."""
+    def _check_readable(self) -> None:
+        """Raises ``UserError`` if reading the attention changes the model's numbers; tested once."""
         if self._readable:
             return
         prompts, at = probe_prompts(vocabulary_size(self.model)), BlockRecorder(self._backbone)
@@ -253,22 +255,22 @@ class CausalJudge:
             expected = self.model(input_ids=ids, use_cache=False).logits[rows, last]
             problem = "none of its layers goes through transformers' AttentionInterface"
             if self.kernel != MAPS:
-                problem = self._problem(prompts, expected, at) or ""
+                problem = self._find_read_problem(prompts, expected, at) or ""
             if problem:
-                self._take_maps(prompts, problem)
+                self._switch_to_maps(prompts, problem)
         self._readable = True
 
-    def _problem(self, prompts: Sequence[Sequence[int]], expected: Tensor, at: BlockRecorder) -> str | None:
-        """Returns why the attention function cannot be read, with the layer; None where it can."""
+    def _find_read_problem(self, prompts: Sequence[Sequence[int]], expected: Tensor, at: BlockRecorder) -> str | None:
+        """Returns the reason why the attention cannot be read, with the layer; None if it can."""
         untapped = at.outputs.copy()
         try:
             with tap_attention(self._backbone, self.kernel):
-                inputs, probe = self._laid(prompts, range(self.num_layers), False)
-                logits = self._run(inputs, probe, verdict=True)
-        except (torch.OutOfMemoryError, SeveralRows):
+                inputs, probe = self._prepare_inputs(prompts, range(self.num_layers), False)
+                logits = self._forward(inputs, probe, verdict=True)
+        except (torch.OutOfMemoryError, AmbiguousAttention):
             raise
         except Exception as error:  # noqa: BLE001  # code of any model
-            return f"layer {at.number} has attention that cannot be read ({_in_words(error)})"
+            return f"layer {at.number} has attention that cannot be read ({_describe_error(error)})"
         assert logits is not None
         if is_different(logits, expected):
             changed = (number for number, states in untapped.items() if is_different(at.outputs[number], states))
@@ -277,46 +279,46 @@ class CausalJudge:
         silent = [layer for layer in attending_layers(self._backbone) if layer - 1 not in probe.rows]
         return f"layer {silent[0]} does not pass on what it is called with" if silent else None
 
-    def _take_maps(self, prompts: Sequence[Sequence[int]], problem: str) -> None:
-        """Turns to the maps of eager attention, which is logged; ``UserError`` where they would not do either."""
+    def _switch_to_maps(self, prompts: Sequence[Sequence[int]], problem: str) -> None:
+        """Switches to the maps of eager attention and logs it; ``UserError`` if they do not work either."""
         kind, before = type(self.model).__name__, self.kernel
         self.kernel = MAPS
         try:
             for prompt in prompts:
-                inputs, probe = self._laid([prompt], range(self.num_layers), False, per_head=True)
+                inputs, probe = self._prepare_inputs([prompt], range(self.num_layers), False, per_head=True)
                 ids = inputs["input_ids"]
                 expected = self.model(input_ids=ids, use_cache=False).logits[:, -1]
                 with tap_attention(self._backbone, MAPS):
-                    logits = self._run(inputs, probe, verdict=True)
+                    logits = self._forward(inputs, probe, verdict=True)
                 if logits is None or is_different(logits, expected):
-                    raise UserError("its logits are others: load it with attn_implementation=eager")
-                require_distributions(probe, attending_layers(self._backbone))
+                    raise UserError("its logits change: load it with attn_implementation=eager")
+                check_attention_rows(probe, attending_layers(self._backbone))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             self.kernel = before
             raise UserError(
-                f"judge: {kind}: {problem}, and the maps of eager attention do not stand in ({_in_words(error)}): name "
-                "another model as judge.path"
+                f"judge: {kind}: {problem}, and the maps of eager attention cannot be used either "
+                f"({_describe_error(error)}): set judge.path to another model"
             ) from error
         square = sum(row.shape[1] for row in probe.rows.values()) * self.model.dtype.itemsize
         log.info(
-            "judge: %s: %s; the maps of eager attention are read instead, one prompt at a time: the same numbers, more "
-            "work, and %d B x T x T of memory for a prompt of T tokens (%s for 2048)",
+            "judge: %s: %s; the maps of eager attention are read instead, one prompt at a time, which gives the same "
+            "numbers with more work, and takes %d B x T x T of memory for a prompt of T tokens (%s for 2048)",
             kind,
             problem,
             square,
             format_bytes(square * 2048**2),
         )
 
-    def _reason_against_rows(self) -> str | None:
-        """Returns why rows of several prompts do not give the numbers of a padded batch, or None."""
+    def _find_row_problem(self) -> str | None:
+        """Returns the reason why rows of several prompts do not give the numbers of a padded batch; None if they do."""
         kind = type(self.model).__name__
         prompts = probe_prompts(vocabulary_size(self.model))
-        expected = self._run(*self._laid(prompts, (), False), verdict=True)
+        expected = self._forward(*self._prepare_inputs(prompts, (), False), verdict=True)
         assert expected is not None
         try:
-            logits = self._run(*self._laid(prompts, (), True), verdict=True)
+            logits = self._forward(*self._prepare_inputs(prompts, (), True), verdict=True)
         except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take such rows
             return f"{kind} cannot follow rows of several prompts ({type(error).__name__}: {error})"
         if logits is None or logits.shape != expected.shape:
@@ -328,32 +330,32 @@ class CausalJudge:
                     f"{kind} gives other numbers in rows of several prompts (by {gap:.3g}, rounding allows {bound:.3g})"
                 )
             return None
-        # In low precision bits tell whether prompts of a row reach each other, a few layers in float32 the rest.
-        if self._reach(prompts, logits, True) and not self._reach(prompts, expected, False):
+        # In low precision, bits show whether prompts of a row interact; a few layers in float32 show the rest.
+        if self._prompts_interact(prompts, logits, True) and not self._prompts_interact(prompts, expected, False):
             return f"{kind} changes the verdict on a prompt with the tokens of others in its row"
         try:
             small = CausalJudge(make_small_copy(self.model, self.model.device, torch.float32), kernel=self.kernel)
         except Exception as error:  # noqa: BLE001  # the config of any model
             return f"{kind} cannot be tried in float32 ({type(error).__name__}: {error})"
         with tap_attention(small._backbone, self.kernel):
-            return small._reason_against_rows()
+            return small._find_row_problem()
 
-    def _reach(self, prompts: Sequence[Sequence[int]], logits: Tensor, shared: bool) -> bool:
-        """Returns whether other tokens in the other prompts change a bit of a verdict; False where bits cannot tell."""
-        row = cast(Tensor, self._laid(prompts, (), shared)[0]["input_ids"])
+    def _prompts_interact(self, prompts: Sequence[Sequence[int]], logits: Tensor, shared: bool) -> bool:
+        """Tells whether the tokens of other prompts change a bit of a verdict; False if bits are not reproducible."""
+        row = cast(Tensor, self._prepare_inputs(prompts, (), shared)[0]["input_ids"])
         for index in range(len(prompts)):
-            inputs, probe = self._laid(probe_prompts(vocabulary_size(self.model), index), (), shared)
-            changed = self._run(inputs, probe, verdict=True)
+            inputs, probe = self._prepare_inputs(probe_prompts(vocabulary_size(self.model), index), (), shared)
+            changed = self._forward(inputs, probe, verdict=True)
             assert changed is not None
-            alike = cast(Tensor, inputs["input_ids"]).shape == row.shape  # they share their beginnings by chance, too
+            alike = cast(Tensor, inputs["input_ids"]).shape == row.shape  # if the common prefixes have the same length
             if alike and not torch.equal(changed[index], logits[index]):
-                again = self._run(*self._laid(prompts, (), shared), verdict=True)
+                again = self._forward(*self._prepare_inputs(prompts, (), shared), verdict=True)
                 return again is not None and torch.equal(again, logits)
         return False
 
 
-def _in_words(error: Exception) -> str:
-    """Returns what is told of an exception of a model's code."""
+def _describe_error(error: Exception) -> str:
+    """Describes an exception raised by a model's code."""
     words = " ".join(str(error).split())[:200]
     if isinstance(error, UserError):
         return words
@@ -362,25 +364,26 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {words}"
 
 
-def readings_of(
-    probe: Probe,
+def make_readings(
+    probe: AttentionProbe,
     wanted: Sequence[int],
     logits: Tensor | None,
     label_ids: tuple[int, int] | None,
     lengths: Sequence[int],
 ) -> list[JudgeReading]:
-    """Returns what a filled probe and the logits [batch vocab] of the last positions say of prompts of these lengths.
+    """Makes readings from a filled probe and the logits [batch vocab] of the last positions.
 
-    ``wanted``: 0-based layers. UserError when one of them gave no attention, or layers differ in their heads.
+    ``lengths``: tokens of each prompt. ``wanted``: 0-based layers. UserError if one of them gave no attention, or if
+    layers differ in their number of heads.
     """
-    probe.require(probe.rows, wanted)
-    _require_same_heads({layer + 1: probe.rows[layer] for layer in wanted})
-    rolled = probe.rollout().cpu() if probe.keep else None
+    probe.check_layers_read(probe.rows, wanted)
+    _check_same_heads({layer + 1: probe.rows[layer] for layer in wanted})
+    rolled = probe.compute_rollout().cpu() if probe.keep else None
     shape = (len(lengths), 0, max(lengths))
     rows = torch.stack([probe.rows[layer] for layer in wanted], 1).cpu() if wanted else torch.zeros(shape)
     tokens = None if logits is None else logits.argmax(-1).cpu()
     labels = None if logits is None or label_ids is None else logits[:, list(label_ids)].cpu()
-    logps = None if logits is None or labels is None else _with_most_likely(labels, logits)
+    logps = None if logits is None or labels is None else _verdict_log_probs(labels, logits)
     return [
         JudgeReading(
             rows=rows[index, ..., :length].clone(),
@@ -393,13 +396,13 @@ def readings_of(
     ]
 
 
-def _with_most_likely(labels: Tensor, logits: Tensor) -> Tensor:
-    """Returns log-probabilities [batch 3] of the two labels and the likeliest token, from [batch 2], [batch vocab]."""
+def _verdict_log_probs(labels: Tensor, logits: Tensor) -> Tensor:
+    """Returns log-probabilities [batch 3] of both labels and the arg max token, from [batch 2] and [batch vocab]."""
     return torch.cat([labels, logits.amax(-1, keepdim=True).cpu()], 1) - logits.logsumexp(-1, keepdim=True).cpu()
 
 
-def _require_same_heads(rows: Mapping[int, Tensor]) -> None:
-    """Raises ``UserError`` for rows per head, given by layer, when the layers differ in their number of heads."""
+def _check_same_heads(rows: Mapping[int, Tensor]) -> None:
+    """Raises ``UserError`` if rows per head, given by layer, differ in their number of heads."""
     first: dict[int, int] = {}
     for layer, row in rows.items():
         first.setdefault(row.shape[1], layer)
@@ -407,7 +410,7 @@ def _require_same_heads(rows: Mapping[int, Tensor]) -> None:
         (one, here), (two, there) = list(first.items())[:2]
         raise UserError(
             f"weights.heads: layer {here} of this judge has {one} query heads and layer {there} has {two}, so a head "
-            "has no fixed meaning; set weights.heads=[] (the mean over the heads of each layer) or take another judge"
+            "has no fixed meaning; set weights.heads=[] (the mean over the heads of each layer) or use another judge"
         )
 
 
@@ -415,8 +418,8 @@ class RewardModel(CausalJudge):
     """Reads the attention of each conversation's last token from a Hugging Face model for sequence classification.
 
     Args:
-        model: with a causal backbone (``load_model(..., reward=True)``).
-        token_budget: most tokens per forward, padding included.
+        model: the model, with a causal backbone (``load_model(..., reward=True)``).
+        token_budget: maximum number of tokens per forward pass, including padding.
         kernel: "sdpa" or "blocks", as for a judge.
     """
 
@@ -424,20 +427,20 @@ class RewardModel(CausalJudge):
 
     def __init__(self, model: PreTrainedModel, *, token_budget: int = 16384, kernel: str = KERNEL) -> None:
         self.model, self.token_budget, self.kernel = model, token_budget, kernel
-        self._follows, self._readable = False, False  # conversations are padded, and rows of several not tried
+        self._follows, self._readable = False, False  # conversations are padded; packed rows are not tested
 
     @property
     def _backbone(self) -> PreTrainedModel:
         return cast(PreTrainedModel, self.model.base_model)
 
     @torch.inference_mode()
-    def _require_readable(self) -> None:
+    def _check_readable(self) -> None:
         if self._readable:
             return
         kind, prompts = type(self.model).__name__, probe_prompts(vocabulary_size(self._backbone))
         ids, last = right_pad_prompts(prompts, self.model.device)
         rows = torch.arange(len(last), device=last.device)
-        inputs, probe = self._laid(prompts, range(self.num_layers), False)
+        inputs, probe = self._prepare_inputs(prompts, range(self.num_layers), False)
         with eval_mode(self.model):
             expected = final_hidden_states(self._backbone, ids)[rows, last]
             try:
@@ -447,12 +450,12 @@ class RewardModel(CausalJudge):
                 raise
             except Exception as error:  # of any model
                 raise UserError(
-                    f"weights.path: the attention of {kind} cannot be read ({_in_words(error)}); name another reward "
-                    "model"
+                    f"weights.path: the attention of {kind} cannot be read ({_describe_error(error)}); choose another "
+                    "reward model"
                 ) from error
         if not probe.rows or is_different(hidden, expected):
             raise UserError(
-                f"weights.path: {kind} gives other numbers when its attention is read, so it is more than a softmax "
-                "over the keys in view; name another reward model"
+                f"weights.path: {kind} gives other numbers when its attention is read, so its attention is more than a "
+                "softmax over the visible keys; choose another reward model"
             )
         self._readable = True
