@@ -25,9 +25,9 @@ MOVED = {"gains": "experiments.gains FOLDER ... --kl 1.0", "ranks": "experiments
 
 def main(cfg: "ReportConfig") -> int:
     """Prints the tables and writes them to a folder under ``output``; returns 0."""
-    from attnpo.lab.reports.report import report
+    from attnpo.lab.reports.report import write_report
 
-    report(cfg)
+    write_report(cfg)
     return 0
 
 

@@ -1,8 +1,8 @@
-"""``python -m experiments.check_tables TABLE.csv ...``: what does not follow from the numbers of printed result tables.
+"""``python -m experiments.check_tables TABLE.csv ...``: finds inconsistent numbers in printed result tables.
 
-Average ranks, intervals, runs that are no round. The rules are those of the reference, EVALUATION 6: average ranks from
-the printed scores with ties averaged; the half width 1.96 s / sqrt(n) over n rounds, of which the table of single runs
-shows the first.
+Checks average ranks, intervals, and whether single runs can be one of the rounds behind a mean. The rules are those of
+the reference, EVALUATION 6: average ranks from the printed scores with ties averaged; half width 1.96 s / sqrt(n) over
+n rounds, the first of which is in the table of single runs.
 """
 
 import sys
@@ -17,16 +17,16 @@ from attnpo.cli.terminal import install_signal_handlers
 from attnpo.display.printed import KeyedTable, file_label, read_published_table
 from attnpo.display.tables import Cell, round_half_up
 from attnpo.evaluation.spreads import NORMAL
-from attnpo.lab.reports.folder_report import MODELS, letters, whose
-from attnpo.lab.reports.output import publish
+from attnpo.lab.reports.folder_report import MODELS, normalize_name, row_model
+from attnpo.lab.reports.output import publish_report
 from attnpo.lab.reports.scores import CI, DECIMALS, MEAN, METHOD, PAPER, PRINTED_RANK
 from attnpo.schema import UserError
-from experiments.report_folder import new_parser, report_folder, write_report
+from experiments.report_folder import new_parser, report_folder, run_report_command
 
 RECOMPUTED, PRINTED, MISPRINT = "average rank", "printed", "misprint"
 KEYS = ("file", "base_model", METHOD)
-ROUNDS = 3  # of the paper's table of several runs
-SLACK = 1e-9  # of sums and differences of printed decimals
+ROUNDS = 3  # in the paper's table of several runs
+SLACK = 1e-9  # tolerance for sums and differences of printed decimals
 Row = Mapping[str, Cell]
 EXAMPLE = """\
 example:
@@ -37,8 +37,8 @@ example:
 class Table:
     """Rows of one base model in a printed table.
 
-    ``numbers``: all that is printed, a row per method, NaN where it has none. ``scores``: the columns of these that are
-    scores, named as in the table of single runs; ``of_rounds``: whether they are means over rounds.
+    ``numbers``: all printed numbers, one row per method, NaN if missing. ``scores``: names of the score columns, as in
+    the table of single runs. ``of_rounds``: whether the scores are means over rounds.
     """
 
     path: Path
@@ -50,12 +50,12 @@ class Table:
 
     @property
     def name(self) -> str:
-        """Returns the table's name in titles and notes."""
+        """Returns the table's name for titles and notes."""
         return f"{file_label(self.path)}, {self.model}" if self.model else file_label(self.path)
 
     @property
     def complete_rows(self) -> pandas.DataFrame:
-        """Returns the scores of the methods that have all of them."""
+        """Returns the scores of the methods without missing scores."""
         return self.numbers[self.scores].dropna()
 
     @property
@@ -65,13 +65,13 @@ class Table:
 
 
 def read_tables(path: Path) -> list[Table]:
-    """Reads the tables in a CSV file of printed results, one per base model. UserError for a file that holds none.
+    """Reads the tables in a CSV file of printed results, one per base model.
 
-    Scores are the columns of numbers with decimals that are neither an average rank nor an interval; where some are
-    named as means (``mt_bench_mean``), those.
+    Scores are the columns of decimal numbers that are neither average ranks nor intervals. If some columns are named as
+    means (``mt_bench_mean``), only those count. Raises UserError for a file without such a table.
     """
     if not path.is_file():
-        raise UserError(f"check_tables: expected CSV files of printed results, there is no file {path}")
+        raise UserError(f"check_tables: expected CSV files of printed results, but there is no file {path}")
     printed = read_published_table(path, (METHOD, "arm", *MODELS))
     if METHOD not in printed.columns:
         raise UserError(f"{path}: expected a column {METHOD}, got {', '.join(printed.columns)}")
@@ -89,7 +89,7 @@ def read_tables(path: Path) -> list[Table]:
         .rename(index=str, columns=short)
     )
     frame = frame.replace([np.inf, -np.inf], np.nan)
-    models = np.array([whose(row) or "" for row in printed.rows])
+    models = np.array([row_model(row) or "" for row in printed.rows])
     tables = [
         Table(path, str(model), frame[models == model], [*short.values()], digits, bool(means))
         for model in dict.fromkeys(models)
@@ -101,8 +101,8 @@ def read_tables(path: Path) -> list[Table]:
     return tables
 
 
-def misprint(table: Table, method: object, column: str, printed: str, expected: str) -> Row:
-    """Returns a row on something printed that cannot be, and what would be expected, in words."""
+def misprint_row(table: Table, method: object, column: str, printed: str, expected: str) -> Row:
+    """Builds a row of the misprint table: the printed text, and the expected one in words."""
     cells = (file_label(table.path), table.model, str(method), column, printed, expected)
     return dict(zip((*KEYS, "column", "printed", "expected"), cells, strict=True))
 
@@ -111,7 +111,7 @@ def misprint(table: Table, method: object, column: str, printed: str, expected: 
 
 
 def rank_methods(table: Table) -> pandas.DataFrame:
-    """Returns the scores with the average rank as the paper would print it, the printed one, and if they differ."""
+    """Returns the scores with the recomputed average rank, the printed one, and whether they differ."""
     ranks = table.complete_rows.rank(ascending=False).mean(axis=1)
     found = table.complete_rows.assign(**{RECOMPUTED: [round_half_up(rank, DECIMALS) for rank in ranks]})
     if table.has_ranks:
@@ -122,20 +122,20 @@ def rank_methods(table: Table) -> pandas.DataFrame:
 
 
 def rank_misprints(table: Table) -> list[Row]:
-    """Returns the printed average ranks that do not follow from the printed scores."""
+    """Lists the printed average ranks that contradict the printed scores."""
     found = rank_methods(table)
     wrong = found[found[MISPRINT] == "yes"] if table.has_ranks else found[:0]
     return [
-        misprint(table, method, RECOMPUTED, f"{row[PRINTED]:.2f}", f"{row[RECOMPUTED]:.2f}")
+        misprint_row(table, method, RECOMPUTED, f"{row[PRINTED]:.2f}", f"{row[RECOMPUTED]:.2f}")
         for method, row in wrong.iterrows()
     ]
 
 
-def rank_sum(table: Table) -> tuple[float | None, float]:
-    """Returns what the printed average ranks say all ranks sum to, and what ranks must sum to: columns x n (n + 1) / 2.
+def rank_sums(table: Table) -> tuple[float | None, float]:
+    """Returns the sum of all ranks implied by the printed averages, and the true sum, columns x n (n + 1) / 2.
 
-    An average over k columns is a multiple of 1 / (2 k), so a printed one stands for the nearest. None where a row has
-    no printed one.
+    An average over k columns is a multiple of 1 / (2 k), so a printed one is taken as the nearest multiple. The first
+    sum is None if any row has no printed average.
     """
     count, columns = table.complete_rows.shape
     ranks = table.numbers.loc[table.complete_rows.index, PRINTED_RANK]
@@ -147,7 +147,7 @@ def rank_sum(table: Table) -> tuple[float | None, float]:
 
 
 def interval_misprints(table: Table) -> Iterator[Row]:
-    """Yields intervals that repeat their mean, and those of no width where another score of the answers has one."""
+    """Yields intervals that repeat their mean, and zero-width ones where another score of the same answers varies."""
     for method, row in table.numbers.iterrows() if table.of_rounds else ():
         for name in table.scores:
             mean, width = row[name], row.get(name + CI, np.nan)
@@ -155,10 +155,10 @@ def interval_misprints(table: Table) -> Iterator[Row]:
                 continue
             text = f"{mean:.{table.digits[name]}f} ± {width:.{table.digits[name + CI]}f}"
             if width == mean != 0:
-                yield misprint(table, method, name, text, "an interval; it repeats the mean")
+                yield misprint_row(table, method, name, text, "an interval; it repeats the mean")
             others = [other for other in other_scores(name) if row.get(other + CI, 0) > 0]
             if width == 0 and others:
-                yield misprint(table, method, name, text, f"doubtful: {others[0]}, of the same answers, varies")
+                yield misprint_row(table, method, name, text, f"doubtful: {others[0]}, of the same answers, varies")
 
 
 def other_scores(column: str) -> list[str]:
@@ -167,13 +167,13 @@ def other_scores(column: str) -> list[str]:
     return [name for key, name in PAPER.items() if key[0] == benchmark and name != column]
 
 
-def may_be_round(single: Table, rounds: Table) -> bool:
-    """Returns whether one table has single runs and the other means over rounds of the same base model."""
-    return not single.of_rounds and rounds.of_rounds and letters(single.model) == letters(rounds.model)
+def can_compare_rounds(single: Table, rounds: Table) -> bool:
+    """Returns whether the tables hold single runs and means over rounds of the same base model."""
+    return not single.of_rounds and rounds.of_rounds and normalize_name(single.model) == normalize_name(rounds.model)
 
 
 def shared_cells(single: Table, rounds: Table) -> list[tuple[str, str, float, float, float]]:
-    """Returns (method, column, score, mean, half width) of every score that both print, the second with an interval."""
+    """Returns (method, column, score, mean, half width) of scores in both tables with an interval in the second."""
     both = single.complete_rows.index.intersection(rounds.numbers.index, sort=False)
     names = [name for name in single.scores if name in rounds.scores and name + CI in rounds.numbers]
     one, other = single.numbers.at, rounds.numbers.at
@@ -182,22 +182,22 @@ def shared_cells(single: Table, rounds: Table) -> list[tuple[str, str, float, fl
 
 
 def impossible_rounds(single: Table, rounds: Table, count: int = ROUNDS) -> Iterator[tuple[Row, float]]:
-    """Yields single runs that cannot be one of the rounds whose mean and interval another table prints, with that mean.
+    """Yields single runs that cannot belong to the rounds whose mean and interval another table prints, with that mean.
 
-    With x1 = mean + d the others sum to -d, so s^2 >= d^2 n / (n - 1)^2 and the half width is at least
-    1.96 d / (n - 1): 0.98 d for three rounds. What rounding may have added is allowed for.
+    With x1 = mean + d, the deviations of the others sum to -d, so s^2 >= d^2 n / (n - 1)^2 and the half width is at
+    least 1.96 d / (n - 1): 0.98 d for three rounds. The bound allows for rounding.
     """
     for method, name, first, mean, width in shared_cells(single, rounds):
         digits = rounds.digits[name]
         rounding = 0.5 * (10.0 ** -single.digits[name] + 10.0**-digits)
         least = NORMAL / (count - 1) * max(0.0, abs(first - mean) - rounding)
         if least > width + 0.5 * 10.0 ** -rounds.digits[name + CI] + SLACK:
-            expected = f"a round of {mean:.{digits}f} ± {width:.{digits}f}; it takes at least ± {least:.{digits}f}"
-            yield misprint(single, method, name, f"{first:.{single.digits[name]}f}", expected), mean
+            expected = f"a round of {mean:.{digits}f} ± {width:.{digits}f}; this needs at least ± {least:.{digits}f}"
+            yield misprint_row(single, method, name, f"{first:.{single.digits[name]}f}", expected), mean
 
 
-def with_other_cell(table: Table, item: Row, mean: float) -> str:
-    """Returns a line on the average ranks that still differ once a cell holds the mean over rounds."""
+def note_without_cell(table: Table, item: Row, mean: float) -> str:
+    """Returns a note on average ranks that still differ after replacing a cell by the mean over rounds."""
     method, column = str(item[METHOD]), str(item["column"])
     numbers = table.numbers.copy()
     numbers.loc[method, column] = mean
@@ -213,13 +213,13 @@ def with_other_cell(table: Table, item: Row, mean: float) -> str:
 
 
 def check_tables(paths: Sequence[Path], output: Path | None = None) -> None:
-    """Prints the recomputed average ranks of every table and all that does not follow from its numbers.
+    """Prints every table's recomputed average ranks and inconsistencies, and writes them into a report folder.
 
-    Writes both into ``output``, by default a folder below ``outputs``. UserError for a file that is no table.
+    ``output``: by default a folder below ``outputs``. Raises UserError for a file that is not a table of results.
     """
     with report_folder("ranks", paths, output) as (folder, mark):
         tables = [table for path in paths for table in read_tables(path)]
-        both = [(single, rounds) for single in tables for rounds in tables if may_be_round(single, rounds)]
+        both = [(single, rounds) for single in tables for rounds in tables if can_compare_rounds(single, rounds)]
         of_rounds = [(single, *found) for single, rounds in both for found in impossible_rounds(single, rounds)]
         misprints = [row for table in tables for row in (*rank_misprints(table), *interval_misprints(table))]
         misprints += [row for _, row, _ in of_rounds]
@@ -227,22 +227,22 @@ def check_tables(paths: Sequence[Path], output: Path | None = None) -> None:
         if both:
             cells = sum(len(shared_cells(single, rounds)) for single, rounds in both)
             possible = f"{cells - len(of_rounds)} of {cells} can be one of them"
-            notes.append(f"single runs beside means over {ROUNDS} rounds: {possible}")
-        notes += [with_other_cell(single, row, mean) for single, row, mean in of_rounds if single.has_ranks]
-        title, names = "Does not follow from the printed numbers", (*KEYS, "column", "printed", "expected")
+            notes.append(f"single runs compared with means over {ROUNDS} rounds: {possible}")
+        notes += [note_without_cell(single, row, mean) for single, row, mean in of_rounds if single.has_ranks]
+        title, names = "Inconsistent printed numbers", (*KEYS, "column", "printed", "expected")
         listed = [KeyedTable("misprints", title, names, tuple(misprints), KEYS)] if misprints else []
-        publish("Average ranks, recomputed", [*listed, *map(ranks_table, tables)], notes, folder, "ranks", mark)
+        publish_report("Average ranks, recomputed", [*listed, *map(ranks_table, tables)], notes, folder, "ranks", mark)
 
 
 def describe_ranks(table: Table) -> list[str]:
-    """Returns lines on how many printed ranks of a table follow from its scores, and whether they can be ranks."""
+    """Lists notes on how many of a table's printed ranks agree with its scores, and whether their sum is possible."""
     lacking = table.numbers.index.difference(table.complete_rows.index, sort=False)
-    lines = [f"{table.name}: no scores, left out: {', '.join(lacking)}"] if len(lacking) else []
+    lines = [f"{table.name}: left out, without scores: {', '.join(lacking)}"] if len(lacking) else []
     if not table.has_ranks:
         return [*lines, f"{table.name}: prints no average rank"]
     wrong, known = len(rank_misprints(table)), rank_methods(table)[PRINTED].count()
     lines.append(f"{table.name}: {known - wrong} of {known} printed average ranks follow from the printed scores")
-    found, expected = rank_sum(table)
+    found, expected = rank_sums(table)
     if found is not None and found != expected:
         rows, columns = table.complete_rows.shape
         lines.append(
@@ -253,7 +253,7 @@ def describe_ranks(table: Table) -> list[str]:
 
 
 def ranks_table(table: Table) -> KeyedTable:
-    """Returns every row of a printed table with its recomputed average rank beside the printed one."""
+    """Builds a table of all rows with the recomputed average rank next to the printed one."""
     found = rank_methods(table).reset_index()
     shown = tuple(found.columns)
     rows: list[Row] = found.astype(object).where(found.notna(), None).to_dict("records")
@@ -266,12 +266,12 @@ def ranks_table(table: Table) -> KeyedTable:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints and writes the report on the files named; returns 0, or 2 for a file that is no table of results."""
-    about = "Recompute average ranks and intervals of printed result tables, and list what cannot be."
+    """Prints and writes the report on the given files; returns 0, or 2 for a file that is not a table of results."""
+    about = "Recompute average ranks and intervals of printed result tables, and list inconsistencies."
     parser = new_parser("experiments.check_tables", about, EXAMPLE)
-    parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE.csv", help="printed results, a row per method")
+    parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE.csv", help="printed results, one row per method")
     chosen = parser.parse_args(arguments)
-    return write_report(lambda: check_tables(chosen.tables, chosen.output))
+    return run_report_command(lambda: check_tables(chosen.tables, chosen.output))
 
 
 if __name__ == "__main__":

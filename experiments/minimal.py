@@ -1,11 +1,12 @@
-"""AttentionPO in plain PyTorch and transformers: one file to read the method in. It imports nothing of attnpo.
+"""AttentionPO in plain PyTorch and transformers: the whole method in one file, without importing attnpo.
 
     python -m experiments.minimal MODEL PAIRS.jsonl FOLDER [--beta 0.1] [--lr 1e-6] [--epochs 1] [--pairs 4] [--layer 0]
 
-MODEL is a causal LM with a chat template, PAIRS has rows of ``prompt``, ``chosen`` and ``rejected`` texts, the trained
-policy goes to FOLDER. The frozen reference judges each pair in both orders, its attention from the verdict position
-becomes token weights, and these weigh the log-ratios of the DPO loss. One response at a time, nothing kept or cut:
-``python -m attnpo.fit`` does the same at full size, and tests/test_minimal.py holds its losses to these.
+MODEL is a causal LM with a chat template, PAIRS has rows of ``prompt``, ``chosen`` and ``rejected`` texts, and the
+trained policy is saved to FOLDER. The frozen reference judges each pair in both orders. Its attention from the verdict
+position becomes token weights, which multiply the log-ratios in the DPO loss. Responses are processed one at a time,
+without caching or truncation. ``python -m attnpo.fit`` does the same at scale, and tests/test_minimal.py checks that
+both give the same losses.
 """
 
 import argparse
@@ -35,24 +36,24 @@ JUDGE = """Which of two answers helps the person who asked more?
 {answer_b}
 
 Reply with one letter, A or B."""
-SINK, LEAST = 1, 5  # K first tokens of a response get the mean weight, if it has K' tokens or more
+SINK, LEAST = 1, 5  # the first K tokens get the mean weight in responses of at least K' tokens
 SIDES = ("chosen", "rejected")
 Row = dict[str, str]
 
 
 def render(tokenizer: Tokenizer, *turns: str) -> str:
-    """Writes a conversation, user first, in the model's chat template; ends where the assistant has to go on."""
+    """Formats a conversation, user first, with the chat template; adds the assistant's header after a user turn."""
     roles = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(turns)]
     return str(tokenizer.apply_chat_template(roles, tokenize=False, add_generation_prompt=len(turns) % 2 == 1))
 
 
 def encode(tokenizer: Tokenizer, prompt: str, response: str) -> tuple[list[int], list[int]]:
-    """Returns the ids of the prompt, and those of the response up to the end of its turn."""
+    """Returns the token ids of the prompt, and of the response including its end of turn."""
     before, whole = render(tokenizer, prompt), render(tokenizer, prompt, response)
     prompt_ids = tokenizer(before, add_special_tokens=False)["input_ids"]
     ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
     if ids[: len(prompt_ids)] != prompt_ids or tokenizer.eos_token_id not in ids[len(prompt_ids) :]:
-        raise SystemExit(f"this template is not for this file: {whole!r}")
+        raise SystemExit(f"this script does not support the model's chat template: {whole!r}")
     end = ids.index(tokenizer.eos_token_id, len(prompt_ids))
     return prompt_ids, ids[len(prompt_ids) : end + 1]
 
@@ -61,7 +62,7 @@ def encode(tokenizer: Tokenizer, prompt: str, response: str) -> tuple[list[int],
 def read_attention(
     judge: nn.Module, tokenizer: Tokenizer, wording: str, question: str, answers: Sequence[str], layer: int
 ) -> list[tuple[list[int], Tensor]]:
-    """Reads the attention from the verdict position on the tokens of both answers; returns their ids and rows [n]."""
+    """Returns the token ids of both answers and the attention that the verdict position pays to them, each [n]."""
     a, b = (answer.strip() for answer in answers)
     before, between, after = re.split(r"\{answer_[ab]\}", wording)
     before = before.replace("{question}", question)
@@ -81,7 +82,7 @@ def read_attention(
 
 
 def fix_sink(weights: Tensor) -> Tensor:
-    """Gives the first K tokens the mean weight and rescales the others, so that the sum stays 1."""
+    """Sets the first K weights to the mean weight and rescales the others so that the sum stays 1."""
     count = len(weights)
     if count < LEAST:
         return weights
@@ -90,7 +91,7 @@ def fix_sink(weights: Tensor) -> Tensor:
 
 
 def align(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the places of equal tokens in an alignment of least edit distance."""
+    """Returns the index pairs of equal tokens in an alignment of minimal edit distance."""
     cost = [[i + j if not i * j else 0 for j in range(len(target) + 1)] for i in range(len(source) + 1)]
     for i, a in enumerate(source, 1):
         for j, b in enumerate(target, 1):
@@ -110,14 +111,14 @@ def align(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, int]]
 
 
 def weigh(judge: nn.Module, tokenizer: Tokenizer, wording: str, row: Row, layer: int) -> dict[str, tuple[Tensor, int]]:
-    """Returns both responses' weights on their training tokens [m], and |y|, their tokens as the judge reads them."""
+    """Returns for each response its weights on the training tokens [m], and |y|, its number of judge tokens."""
     read = partial(read_attention, judge, tokenizer, wording, row["prompt"], layer=layer)
     chosen_first = read([row["chosen"], row["rejected"]])
     rejected_first = read([row["rejected"], row["chosen"]])[::-1]
     weighed = {}
     for side, (ids, first), (again, second) in zip(SIDES, chosen_first, rejected_first, strict=True):
         if ids != again:
-            raise SystemExit(f"the two orders cut this response into other tokens: {row[side]!r}")
+            raise SystemExit(f"this response is tokenized differently in the two orders: {row[side]!r}")
         mean = (first + second) / 2
         weights = fix_sink(mean / mean.sum())
         target = encode(tokenizer, row["prompt"], row[side])[1]
@@ -129,7 +130,7 @@ def weigh(judge: nn.Module, tokenizer: Tokenizer, wording: str, row: Row, layer:
 
 
 def token_logps(model: nn.Module, prompt_ids: list[int], response_ids: list[int]) -> Tensor:
-    """Returns the log-probability of every response token, [m] in nats."""
+    """Returns the log-probability of every response token, shape [m], in nats."""
     input_ids = torch.tensor([prompt_ids + response_ids])
     logits = model(input_ids=input_ids).logits[0, len(prompt_ids) - 1 : -1]
     return F.log_softmax(logits, dim=-1).gather(1, torch.tensor(response_ids)[:, None])[:, 0]
@@ -143,7 +144,7 @@ def twdpo_loss(ratios: dict[str, Tensor], weighed: dict[str, tuple[Tensor, int]]
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of training: ``layer`` is counted from 1, 0 is the last; ``pairs`` make an optimiser step."""
+    """Training settings. ``pairs``: pairs per optimizer step. ``layer``: counted from 1; 0 is the last."""
 
     beta: float = 0.1
     lr: float = 1e-6
@@ -153,7 +154,7 @@ class Settings:
 
 
 def train(model: nn.Module, tokenizer: Tokenizer, rows: Sequence[Row], wording: str, how: Settings) -> Iterator[float]:
-    """Trains ``model`` in place; yields the loss of every optimiser step."""
+    """Trains ``model`` in place; yields the loss of every optimizer step."""
     reference = copy.deepcopy(model).eval().requires_grad_(False)
     model.eval()  # no dropout: policy and reference are the same function at the first step
     known = []
@@ -177,7 +178,7 @@ def train(model: nn.Module, tokenizer: Tokenizer, rows: Sequence[Row], wording: 
 
 
 def main() -> None:
-    """Trains from the command line, prints every step's loss and saves the policy."""
+    """Parses the command line, trains, prints the loss of every step, and saves the policy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("file", type=Path, metavar="PAIRS.jsonl")

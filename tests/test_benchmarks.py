@@ -602,7 +602,7 @@ def test_the_gpu_form_refuses_a_layout_with_other_numbers(tmp_path: Path, monkey
     rows = tiny_gpu(tmp_path / "gpu.json", "--steps", "step", "--settings", "full:packed:4096")["step"]["results"][
         "rows"
     ]
-    assert re.match(r"refused: log-probabilities are \S+ from those of padded rows", rows[0]["note"])
+    assert re.match(r"refused: log-probabilities differ from padded rows by \S+, more than rounding", rows[0]["note"])
 
 
 # ------------------------------------------------------------------------------------------------ imports, docs

@@ -12,7 +12,7 @@ from experiments.check_tables import (
     interval_misprints,
     main,
     rank_misprints,
-    rank_sum,
+    rank_sums,
     read_tables,
 )
 
@@ -100,7 +100,7 @@ def test_a_rank_of_halves_is_printed_upwards(tmp_path: Path) -> None:
     """Over four columns, ranks 1, 1, 1, 1.5 average 1.125, which papers print as 1.13 and Python as 1.12."""
     good = "method,a,b,c,d,avg_rank_printed\nX,2.0,2.0,2.0,2.0,1.13\nY,1.0,1.0,1.0,2.0,1.88\n"
     (table,) = read_tables(a_file(tmp_path, good))
-    assert rank_misprints(table) == [] and rank_sum(table) == (12.0, 12.0)
+    assert rank_misprints(table) == [] and rank_sums(table) == (12.0, 12.0)
     (table,) = read_tables(a_file(tmp_path, good.replace("1.13", "1.12")))
     (item,) = rank_misprints(table)
     assert (item["method"], item["printed"], item["expected"]) == ("X", "1.12", "1.13")
@@ -109,7 +109,7 @@ def test_a_rank_of_halves_is_printed_upwards(tmp_path: Path) -> None:
 def test_a_row_without_a_score_has_no_rank(tmp_path: Path) -> None:
     rows, text = report_on(tmp_path, [a_file(tmp_path, "method,a,b\nX,1.0,2.0\nY,-,1.0\nZ,0.5,3.0\n")])
     assert [(row["method"], row["average rank"]) for row in rows] == [("X", "1.5"), ("Z", "1.5")]
-    assert "left out: Y" in text and "prints no average rank" in text
+    assert "left out, without scores: Y" in text and "prints no average rank" in text
 
 
 def of_rounds(ci: str) -> str:

@@ -134,11 +134,11 @@ WRONG: list[tuple[str, str]] = [
     ("attnpo.report study", "report study: expected `weights`"),
     (
         "attnpo.report weights outputs/run",
-        "report weights: expected GROUP=OPTION or KEY=VALUE after it, got 'outputs/r",
+        "report weights: expected GROUP=OPTION or KEY=VALUE after `weights`, got 'outputs/r",
     ),
     ("attnpo.report weights layers=[1,1]", "layers: expected each layer once, got 1 more than once"),
     ("attnpo.report weights layers=most", "layers: expected all or a list"),
-    ("attnpo.report weights printed=none.csv", "printed=none.csv: expected a CSV file, there is none"),
+    ("attnpo.report weights printed=none.csv", "printed=none.csv: expected a CSV file, but there is none"),
     ("attnpo.report weights weights.layr=1", "did you mean weights.layer?"),
     ("attnpo.report run outputs/nowhere", "outputs/nowhere"),
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnpo.config.compose import load
-from attnpo.lab.reports.folder_report import letters
+from attnpo.lab.reports.folder_report import normalize_name
 from attnpo.lab.studies.study import expand_arms
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,7 +163,7 @@ def test_printed_rows_name_arms_of_the_studies_under_their_setting(name: str) ->
             cfg = load("fit", [f"setting={setting}" if word.startswith("setting=") else word for word in words])
             arms |= set() if cfg.study is None else {arm.name for arm in expand_arms(cfg.study, LAYERS)}
         assert {row["arm"] for row in rows if row["setting"] == setting} <= arms
-    assert all(letters(row["base_model"]) == letters(row["setting"]) for row in rows)
+    assert all(normalize_name(row["base_model"]) == normalize_name(row["setting"]) for row in rows)
     said = {method: arm for method, arm in re.findall(r"^\| (.+?) \| (.+) \|$", text_of(name), re.MULTILINE)}
     assert all(row["arm"] == "base" or said[row["method"]].startswith(row["arm"]) for row in rows)
 

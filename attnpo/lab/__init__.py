@@ -1,1 +1,1 @@
-"""Many runs compared, worlds whose truth is known, and what is told of them. Nothing of the method imports it."""
+"""Studies of many runs, testbeds with a known true reward, and reports. The method itself never imports it."""

@@ -1,4 +1,4 @@
-"""``train`` and ``run_study``: what the command ``fit`` does, from Python, with its outcome as frames."""
+"""``train`` and ``run_study``: the command ``fit`` from Python, with results as data frames."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -20,23 +20,23 @@ log = logging.getLogger(__name__)
 
 
 def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, progress: bool = False) -> Run:
-    """Trains one run, as ``python -m attnpo.fit`` with the same overrides, and gives it as ``load_run`` would.
+    """Trains one run, like ``python -m attnpo.fit`` with the same overrides, and returns it as ``load_run`` does.
 
     Args:
         overrides: as on the command line: ``["experiment=none", "weights=uniform", "seed=3"]``.
-        config_dir: a folder with options of one's own (docs/own_things.md).
-        progress: whether log lines go to the error stream; warnings always do.
+        config_dir: a folder with your own options (docs/own_things.md).
+        progress: whether to write log lines to stderr. Warnings are always written.
 
     Raises:
-        UserError: the overrides ask for a study; and whatever stops the command.
+        UserError: the overrides ask for a study, or the command fails.
     """
     cfg = _load(overrides, config_dir)
     if cfg.study is not None:
         raise UserError(
-            f"train: expected one run, and the configuration asks for the study {cfg.study.name}; give "
+            f"train: expected one run, but the configuration asks for the study {cfg.study.name}; pass "
             "experiment=none, or call run_study"
         )
-    if cfg.name is None:  # a time stamp in the name of its folder would be another one a second later
+    if cfg.name is None:  # the folder's name has a time stamp, so fix it now
         cfg = _load([*overrides, format_override("name", run_folder(cfg).name)], config_dir)
     from attnpo.fit import main
 
@@ -48,9 +48,10 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
 def run_study(
     overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, progress: bool = False
 ) -> StudyResults:
-    """Runs a study, as ``python -m attnpo.fit`` with the same overrides, and gives it as ``load_study`` would.
+    """Runs a study, like ``python -m attnpo.fit`` with the same overrides, and returns it as ``load_study`` does.
 
-    Points that are finished in its folder already are reused, as by the command. What failed stands in ``notes``.
+    Sweep points already finished in the study's folder are reused, as by the command. Failures are listed in
+    ``notes``.
 
     Args:
         overrides: as on the command line: ``["experiment=layer_sweep", "seeds=1"]``.
@@ -58,21 +59,21 @@ def run_study(
         progress: as for ``train``.
 
     Raises:
-        UserError: the overrides ask for a single run; and whatever stops the command.
+        UserError: the overrides ask for a single run, or the command fails.
     """
     cfg = _load(overrides, config_dir)
     if cfg.study is None:
         raise UserError(
-            "run_study: expected a study, and the configuration asks for one run; give experiment=NAME, or call train"
+            "run_study: expected a study, but the configuration asks for one run; pass experiment=NAME, or call train"
         )
     if cfg.name is None and cfg.reusable_folder() is None:
         cfg = _load([*overrides, format_override("name", run_folder(cfg).name)], config_dir)
     from attnpo.fit import main
 
-    with _logging_as_command(progress):  # what it prints is in the folder as well
+    with _logging_as_command(progress):  # everything it prints is also in the folder
         status = main(cfg)
     if status:
-        log.warning("not everything ran: see the notes of the study")
+        log.warning("the study is incomplete: see its notes")
     return load_study(run_folder(cfg))
 
 
@@ -83,9 +84,9 @@ def _load(overrides: Sequence[str], config_dir: str | Path | None) -> "FitConfig
 
 @contextmanager
 def _logging_as_command(progress: bool) -> Iterator[None]:
-    """Opens a context that reports as the command does, log lines below warnings only with ``progress``, tables not.
+    """Logs like the command, without its tables; log lines below warnings appear only with ``progress``.
 
-    Levels and handlers are afterwards as they were before.
+    Restores levels and handlers on exit.
     """
     ours, root = logging.getLogger("attnpo"), logging.getLogger()
     level, handlers = ours.level, [*root.handlers]

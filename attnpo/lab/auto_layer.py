@@ -37,17 +37,21 @@ log = logging.getLogger(__name__)
 
 
 CLEAR = 2.0
-"""Number of standard errors that must lie between two numbers for a sample to tell them apart."""
+"""Two numbers count as different if they are more than this many standard errors apart."""
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Layer and why: the mean over pairs and shares of the fall of the log-odds beyond that of random removals.
+    """Chosen layer with the scores of all layers.
 
-    ``error``: standard error over pairs of the layer's own score; ``errors``: by other layer, that of the pairs'
-    differences to it; None for fewer than two pairs. ``full``: mean log-odds of the judge's own verdict with whole
-    responses, the most that can fall. ``pairs`` of the sample were read, ``left_out`` could not be shown to the judge,
-    ``emptied`` counts shortened responses without a token. ``prompts`` and ``seconds`` are what it took.
+    A layer's score is how much more the verdict's log-odds fall when its top-weighted tokens are removed than when
+    random tokens are: a mean over pairs and over shares of removed tokens.
+
+    ``error``: standard error over pairs of the chosen layer's score. ``errors``: for each other layer, the standard
+    error of the pairwise difference to the chosen one. Both are None for fewer than two pairs. ``full``: mean log-odds
+    of the judge's verdict on whole responses, the largest possible drop. ``pairs``: pairs scored. ``left_out``:
+    pairs that could not be shown to the judge. ``emptied``: shortened responses without any token. ``prompts`` and
+    ``seconds``: cost of the search.
     """
 
     layer: int
@@ -62,45 +66,47 @@ class LayerChoice:
     seconds: float
     rules: LayerRules
 
-    def doubts(self) -> list[str]:
-        """Returns what the sample leaves open, each with what to do; empty when it carries the choice."""
+    def caveats(self) -> list[str]:
+        """Lists reasons why the sample may be too small for this choice, with advice; empty if it is large enough."""
         more = "raise auto_layer.pairs"
         if self.pairs + self.left_out < self.rules.pairs:
-            more = "there are no more training pairs, so name a layer by weights.layer"
+            more = "there are no more training pairs, so set weights.layer to a number"
         found = []
         best = self.scores[self.layer]
         if self.error is None or best <= CLEAR * self.error:
             found.append(
-                f"the sample of {self.pairs} pairs does not tell layer {self.layer} from random tokens "
+                f"the sample of {self.pairs} pairs is too small to tell layer {self.layer} from random tokens "
                 f"({best:+.3f}, standard error {_format_error(self.error)}): {more}"
             )
-        like = [layer for layer, error in self.errors.items() if error is None or self._lead(layer) <= CLEAR * error]
+        like = [
+            layer for layer, error in self.errors.items() if error is None or self._lead_over(layer) <= CLEAR * error
+        ]
         if like:
             *first, last = sorted([self.layer, *like])
             gaps = ", ".join(
-                f"{layer}: {self._lead(layer):.3f} +- {_format_error(self.errors[layer])}" for layer in like
+                f"{layer}: {self._lead_over(layer):.3f} +- {_format_error(self.errors[layer])}" for layer in like
             )
             found.append(
-                f"the sample of {self.pairs} pairs does not tell layers {', '.join(map(str, first))} and {last} apart "
-                f"(after layer {self.layer}, with standard errors: {gaps}): {more}"
+                f"the sample of {self.pairs} pairs is too small to tell layers {', '.join(map(str, first))} and {last} "
+                f"apart (score behind layer {self.layer}, with standard errors: {gaps}): {more}"
             )
         return found
 
-    def _lead(self, layer: int) -> float:
+    def _lead_over(self, layer: int) -> float:
         return self.scores[self.layer] - self.scores[layer]
 
-    def numbers(self) -> dict[str, object]:
-        """Returns all of it as plain data, ``doubts`` included."""
+    def to_dict(self) -> dict[str, object]:
+        """Returns all fields as JSON data, with the caveats under ``doubts``."""
         values: dict[str, object] = json.loads(json.dumps(asdict(self)))  # the keys of ``scores`` become text
-        return {**values, "doubts": self.doubts()}
+        return {**values, "doubts": self.caveats()}
 
-    def text(self) -> str:
-        """Returns the choice with the scores of all layers, for the log."""
+    def summary(self) -> str:
+        """Describes the choice and the scores of all layers in one log line."""
         scores = ", ".join(f"{layer}: {score:+.3f}" for layer, score in self.scores.items())
         return (
-            f"weights.layer=auto is layer {self.layer} of {len(self.scores)}; fall of the verdict's log-odds beyond "
-            f"random removals, by layer: {scores} (of {self.full:.3f}; {self.pairs} pairs, {self.left_out} left out, "
-            f"{self.emptied} shortened responses left empty)"
+            f"weights.layer=auto chose layer {self.layer} of {len(self.scores)}; drop of the verdict's log-odds in "
+            f"excess of random removals, by layer: {scores} (full log-odds {self.full:.3f}; {self.pairs} pairs, "
+            f"{self.left_out} left out, {self.emptied} shortened responses are empty)"
         )
 
 
@@ -109,10 +115,10 @@ def _format_error(error: float | None) -> str:
 
 
 def find_layer(source: WeightSource, readers: Readers, train: EncodedSet, rules: LayerRules) -> LayerChoice:
-    """Returns the layer for these training pairs, from the store or computed and stored.
+    """Finds the layer for these training pairs, or reads an earlier choice from the store.
 
-    Logs the choice, and warns when the sample does not carry it. UserError in a job of several processes, where the
-    sample would have to be judged.
+    Logs the choice and warns if the sample is too small for it. Raises UserError in a job of several processes if the
+    choice is not in the store yet.
     """
     sample = select_calibration_pairs(train.pairs, rules.pairs)
     judge = readers.make_judge()
@@ -126,25 +132,25 @@ def find_layer(source: WeightSource, readers: Readers, train: EncodedSet, rules:
         "prompts": judge.prompts.fingerprint(),
     }
     path = Path(readers.base.store.root) / CHOICE / f"{digest(key)[:20]}.json"
-    known = _read(path, key)
+    known = _load_choice(path, key)
     if known is None and world_size() > 1:
         raise UserError(
-            f"weights.layer=auto is not found yet and this job has {world_size()} processes, which would all look for "
-            f"it: start {readers.command} in one process until it logs the layer, or set a number"
+            f"weights.layer=auto has not been resolved yet, and this job has {world_size()} processes, which would all "
+            f"search for the layer: run {readers.command} in one process until it logs the layer, or set a number"
         )
     if known is None:
-        known = _score(source, readers, train, sample, judge, rules)
+        known = _score_layers(source, readers, train, sample, judge, rules)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_record(path, {"key": identify(key), **known.numbers()})
-        log.info("%s (%d judge prompts, %.0f s)", known.text(), known.prompts, known.seconds)
+        write_record(path, {"key": identify(key), **known.to_dict()})
+        log.info("%s (%d judge prompts, %.0f s)", known.summary(), known.prompts, known.seconds)
     else:
-        log.info("%s; from the store", known.text())
-    for doubt in known.doubts():
+        log.info("%s; read from the store", known.summary())
+    for doubt in known.caveats():
         log.warning("weights.layer=auto: %s", doubt)
     return known
 
 
-def _score(
+def _score_layers(
     source: WeightSource,
     readers: Readers,
     train: EncodedSet,
@@ -186,12 +192,12 @@ def _score(
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Returns the standard error of the mean of ``values``, None for fewer than two."""
+    """Returns the standard error of the mean of ``values``; None for fewer than two."""
     return round(stdev(values) / math.sqrt(len(values)), 6) if len(values) > 1 else None
 
 
 def best_layer(scores: Mapping[int, float]) -> int:
-    """Returns the layer with the highest score; of equal ones the deepest, which has read most of the context."""
+    """Returns the layer with the highest score. Ties go to the deepest layer, which has seen the most context."""
     return max(scores, key=lambda layer: (scores[layer], layer))
 
 
@@ -202,20 +208,21 @@ def layer_rankings(
     sample: list[PreferencePair],
     layers: "tuple[int | str, ...]" = (),
 ) -> dict[int, Rankings]:
-    """Returns the finished weights of ``sample`` by ``source``, once for each of ``layers`` (none: every layer).
+    """Returns the finished weights of ``sample`` by ``source`` for each of ``layers`` (empty: every layer).
 
-    ``sample`` are pairs of ``encoded``; what the store lacks of them is judged, all layers at once.
+    ``sample`` holds pairs of ``encoded``. Pairs missing in the store are judged, all layers in one pass.
     """
     depth = readers.make_judge().num_layers
     every = sorted({resolve_layer(layer, depth) for layer in layers or layers_with_attention(depth)})
-    weighed = readers.weigh(at_layers(source, 1, every), sample_as_splits(encoded, sample))
+    weighed = readers.weigh(replace_layers(source, 1, every), sample_as_splits(encoded, sample))
     return {
-        layer: rank_tokens(at_layers(source, layer).resolve(depth), weighed.captured, weighed.layers) for layer in every
+        layer: rank_tokens(replace_layers(source, layer).resolve(depth), weighed.captured, weighed.layers)
+        for layer in every
     }
 
 
 def pool_splits(encoded: Mapping[str, EncodedSet]) -> EncodedSet:
-    """Returns the pairs of all splits as one set, those of training first."""
+    """Merges the pairs of all splits into one set, training pairs first."""
     others = [made for split, made in encoded.items() if split != "train"]
     return replace(
         encoded["train"],
@@ -224,19 +231,19 @@ def pool_splits(encoded: Mapping[str, EncodedSet]) -> EncodedSet:
     )
 
 
-def at_layers(source: WeightSource, layer: int, layers: Sequence[int] = ()) -> WeightSource:
-    """Returns the same weights where they read ``layer``, or ``layers`` when there are any."""
+def replace_layers(source: WeightSource, layer: int, layers: Sequence[int] = ()) -> WeightSource:
+    """Returns a copy of ``source`` that reads ``layer``, or all of ``layers`` if any are given."""
     return replace(source, layer=layer, layers=tuple(layers))  # type: ignore[type-var]
 
 
-def _read(path: Path, key: Mapping[str, object]) -> LayerChoice | None:
-    """Returns the choice in a file; None, with a warning where the file is damaged or of another key, for none."""
+def _load_choice(path: Path, key: Mapping[str, object]) -> LayerChoice | None:
+    """Reads a stored choice; None without a file, and with a warning if it is damaged or has another key."""
     if not path.exists():
         return None
     stored = read_record(path)
     try:
         if stored is None or digest(identify(stored.pop("key"))) != digest(identify(key)):
-            raise ValueError("not as it was written, or of another key")
+            raise ValueError("the file is damaged or has another key")
         scores = {int(layer): float(score) for layer, score in stored.pop("scores").items()}
         errors = {int(layer): error for layer, error in stored.pop("errors").items()}
         del stored["doubts"]
@@ -244,8 +251,8 @@ def _read(path: Path, key: Mapping[str, object]) -> LayerChoice | None:
         rules = LayerRules(**{**rules, "shares": tuple(rules["shares"])})
         choice = LayerChoice(scores=scores, errors=errors, rules=rules, **stored)
         if choice.layer not in scores or not all(map(math.isfinite, scores.values())):
-            raise ValueError("no layer with finite scores")
+            raise ValueError("the scores are not finite, or the chosen layer has none")
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        log.warning("weights.layer=auto: %s is found anew, what was stored is of no use (%s)", path, problem)
+        log.warning("weights.layer=auto: ignoring the stored choice %s and searching again (%s)", path, problem)
         return None
     return choice

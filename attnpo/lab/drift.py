@@ -1,8 +1,9 @@
-"""Where a run's policy moved from its base, measured after training (config node ``drift``).
+"""Measures after training where a run's policy moved away from its base (config node ``drift``).
 
-On validation pairs, on training pairs (ranking alone) and, where a truth samples answers, on those: the policy's answer
-to a prompt beside the base's, as a pair that is weighed as the training pairs are. Nothing goes into the store. Classes
-by weight mean something else in every arm; to compare arms, look at the decisive tokens, which are the same for all.
+Uses validation pairs, training pairs (ranking accuracy only) and, in settings with a known reward, sampled answers: the
+policy's and the base's answer to a prompt form a pair, weighted like the training pairs. Nothing is written to the
+store. Weight classes mean different things in different arms. To compare arms, use the decisive tokens, which are the
+same for all.
 """
 
 import logging
@@ -53,18 +54,18 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 TOKENS_PER_FORWARD = 2048  # padded; on a CPU larger batches are slower
 EXAMPLES_AT_ONCE = 256
 
-# The base's numbers on a forward's rows, for the next point of a study; those of a large model are not kept.
+# Caches the base's statistics for the next sweep point; those of a large model are too large to keep.
 _of_base = PointCache(entries=64, room=1 << 22)  # bytes
 
 
 @dataclass(frozen=True)
-class Moved:
-    """One response: how far the policy moved at each of its tokens.
+class ResponseShift:
+    """Shift of the policy on one response, token by token.
 
-    ``kl``: KL(policy || base) over the whole vocabulary, in nats. ``gain``: log-probability of the response under the
-    policy minus that under the base, in nats. ``ends``: the tokens of the end of the turn. ``weights``: relative to
-    uniform (|y| w), None where they are not known. ``decisive``: the tokens that decide the true reward, None where it
-    is not known.
+    ``kl``: KL(policy || base) over the whole vocabulary, in nats, per token. ``gain``: log-probability of the response
+    under the policy minus that under the base, in nats. ``ends``: mask of the end-of-turn tokens. ``weights``: relative
+    to uniform (|y| w); None if unknown. ``decisive``: mask of the tokens that decide the true reward; None if it is
+    unknown.
     """
 
     kl: Row
@@ -76,9 +77,9 @@ class Moved:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Trained policy with what it was trained on, and the base it started from.
+    """Trained policy with its training inputs and the base it started from.
 
-    ``of_base``: digest of what makes the base's numbers.
+    ``of_base``: digest that identifies the base's statistics.
     """
 
     policy: ScoredLM
@@ -100,23 +101,23 @@ def measure_drift(
     sampled: Sequence[PreferencePair],
     counts: Mapping[str, int],
 ) -> dict[str, Json]:
-    """Measures where the policy moved, on so many pairs of each split, as ``RunResult.drift`` holds it.
+    """Measures where the policy moved and returns the content of ``RunResult.drift``.
 
-    ``sampled``: prompts with the policy's answer in the place of the chosen and the base's in that of the rejected one.
-    ``reference``: the kind of the run's reference. UserError for a model without a plain head.
+    ``counts``: number of pairs per split. ``sampled``: pairs with the policy's answer as chosen and the base's as
+    rejected. ``reference``: kind of the run's reference. Raises UserError for a model without a plain head.
     """
     began = time.perf_counter()
     base = readers.base
     run = TrainedRun(
         policy, inputs, readers, truth, load_reference(base, reference, policy), digest(base.fingerprint())
     )
-    first = {split: _first(inputs.examples[split].examples, count) for split, count in counts.items()}
+    first = {split: _first_examples(inputs.examples[split].examples, count) for split, count in counts.items()}
     pairs = {
         split: find_pairs(inputs.pairs[split].pairs, [example.pair_id for example in examples])
         for split, examples in first.items()
     }
     val, train = _measure_movement(run, first["val"], pairs["val"]), _measure_movement(run, first["train"], None)
-    out: dict[str, Json] = {"pairs": by_token([*val["chosen"], *val["rejected"]])}
+    out: dict[str, Json] = {"pairs": summarize_kl([*val["chosen"], *val["rejected"]])}
     displacement: dict[str, Json] = {
         f"{split}_{side}": mean_gain(sides[side])
         for split, sides in (("train", train), ("validation", val))
@@ -134,32 +135,32 @@ def measure_drift(
     if sampled:
         others = weigh_other_pairs(inputs.recipe, inputs.weighed, readers, sampled)
         answers = _measure_movement(run, others, {pair.pair_id: pair for pair in sampled})
-        out["answers"] = by_token(answers["chosen"])
+        out["answers"] = summarize_kl(answers["chosen"])
         displacement["base_answers"] = mean_gain(answers["rejected"])
     out |= {"ranking_accuracy": accuracy, "displacement": displacement}
     beta = getattr(objective, "beta", None)
     if beta is not None and not isinstance(inputs.weighed.source, OnlineSource):
-        factors = np.concatenate(list(_factors(objective, inputs)) or [np.zeros(0)])
+        factors = np.concatenate(list(_token_factors(objective, inputs)) or [np.zeros(0)])
         out["effective_beta"] = quantiles(float(beta) * factors)
     seconds = time.perf_counter() - began
-    log.info("where the policy moved: measured in %.1f s", seconds)
+    log.info("measured the drift from the base in %.1f s", seconds)
     return {**out, "seconds": round(seconds, 2)}
 
 
-def _first(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
+def _first_examples(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
     ids = get_pair_ids(examples)
     return [examples[place] for place in sorted(range(len(ids)), key=ids.__getitem__)[:count]]
 
 
-# ------------------------------------------------------------------------------------------------ the models' numbers
+# ------------------------------------------------------------------------------------------------ models
 
 
 def _measure_movement(
     run: TrainedRun, examples: Sequence[TrainingExample], pairs: Mapping[str, PreferencePair] | None
-) -> dict[str, list[Moved]]:
-    """Returns by side how far the policy moved on the responses; ``pairs``: theirs, for their decisive tokens."""
+) -> dict[str, list[ResponseShift]]:
+    """Returns the shift of every response by side. ``pairs``: source pairs by id, needed for decisive tokens."""
     scored = _score_responses(run, [side for example in examples for side in example.sides])
-    moved: dict[str, list[Moved]] = {side: [] for side in SIDES}
+    moved: dict[str, list[ResponseShift]] = {side: [] for side in SIDES}
     for number, example in enumerate(examples):
         for place, side in enumerate(SIDES):
             kl, gain = scored[2 * number + place]
@@ -167,12 +168,14 @@ def _measure_movement(
             if run.truth is not None and pairs is not None:
                 known = np.array(run.truth.mark_decisive(pairs[example.pair_id], side, offsets), dtype=bool)
             ends = np.array([start >= end for start, end in offsets], dtype=bool)
-            moved[side].append(Moved(kl, gain, ends, _relative(run.inputs.weighed.source, example, place), known))
+            moved[side].append(
+                ResponseShift(kl, gain, ends, _relative_weights(run.inputs.weighed.source, example, place), known)
+            )
     return moved
 
 
 def _score_responses(run: TrainedRun, sides: Sequence[EncodedResponse]) -> list[tuple[Row, float]]:
-    """Returns of each response the KL at its tokens and the gain in log-probability, in the order given."""
+    """Returns the per-token KL and the gain in log-probability of each response, in input order."""
     base = run.readers.base
     for model in (run.policy, run.base):
         model.eval().to(base.device)
@@ -184,7 +187,7 @@ def _score_responses(run: TrainedRun, sides: Sequence[EncodedResponse]) -> list[
         while size > 1 and size * lengths[order[size - 1]] > TOKENS_PER_FORWARD:
             size -= 1
         chunk, order = order[:size], order[size:]
-        group, stats = _on_base(run, [(sides[i].prompt_ids, sides[i].response_ids) for i in chunk])
+        group, stats = _score_on_base(run, [(sides[i].prompt_ids, sides[i].response_ids) for i in chunk])
         with base.autocast():
             policy = score_policy(run.policy, run.base, stats, group)
         gains = (policy.logps.double() - stats.logps.double()).sum(-1).tolist()  # exactly 0 off the response
@@ -194,8 +197,8 @@ def _score_responses(run: TrainedRun, sides: Sequence[EncodedResponse]) -> list[
     return [numbers[i] for i in range(len(sides))]
 
 
-def _on_base(run: TrainedRun, sequences: Sequences) -> tuple[RowGroup, TokenStats]:
-    """Returns the rows of one forward with the base's statistics, which most points of a study ask for again."""
+def _score_on_base(run: TrainedRun, sequences: Sequences) -> tuple[RowGroup, TokenStats]:
+    """Returns the rows of one batch with the base's statistics, cached because most sweep points need the same ones."""
     base = run.readers.base
     group = make_unweighted_rows(sequences, padded_layout, base.chat.rows.pad_id).to(base.device)
 
@@ -210,26 +213,29 @@ def _on_base(run: TrainedRun, sequences: Sequences) -> tuple[RowGroup, TokenStat
 
 
 def score_base(base: ScoredLM, group: RowGroup) -> TokenStats:
-    """Returns the base's statistics on the rows, with the hidden states that ``score_policy`` reads, without gradients.
+    """Runs the base without gradients and returns token statistics with the hidden states ``score_policy`` needs.
 
     Raises ``ValueError`` when the rows have no model inputs.
     """
     with torch.no_grad():
-        stats: TokenStats = base(*_read(group), frozenset({"hidden"}))
+        stats: TokenStats = base(*_model_inputs(group), frozenset({"hidden"}))
     return stats
 
 
 def score_policy(policy: ScoredLM, base: ScoredLM, of_base: TokenStats, group: RowGroup) -> TokenStats:
-    """Returns the policy's statistics on the rows, with "kl_policy_ref", without gradients.
+    """Runs the policy without gradients and returns token statistics that include "kl_policy_ref".
 
-    ``of_base``: of ``score_base``. UserError for a model without a plain head, ``ValueError`` for rows without inputs.
+    ``of_base``: result of ``score_base``. Raises UserError for a model without a plain head and ``ValueError`` for rows
+    without model inputs.
     """
     with torch.no_grad():
-        stats: TokenStats = policy(*_read(group), frozenset({"joint:kl_policy_ref"}), (of_base.hidden, base.head()))
+        stats: TokenStats = policy(
+            *_model_inputs(group), frozenset({"joint:kl_policy_ref"}), (of_base.hidden, base.head())
+        )
     return stats
 
 
-def _read(group: RowGroup) -> tuple[ModelInputs, Tensor, Tensor]:
+def _model_inputs(group: RowGroup) -> tuple[ModelInputs, Tensor, Tensor]:
     if group.inputs is None:
         raise ValueError("the rows have no model inputs")
     return group.inputs, group.response_ids, group.response_mask
@@ -238,15 +244,15 @@ def _read(group: RowGroup) -> tuple[ModelInputs, Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------------ weights
 
 
-def _relative(source: WeightSource, example: TrainingExample, place: int) -> Row | None:
-    """Returns a response's weights relative to uniform (|y| w, or factors); None where training computes them."""
+def _relative_weights(source: WeightSource, example: TrainingExample, place: int) -> Row | None:
+    """Returns a response's weights relative to uniform (|y| w, or factors); None if they are computed in training."""
     if isinstance(source, OnlineSource) or not example.weights[place].numel():
         return None
     weights = example.weights[place].double().numpy()
     return weights * example.weight_scales[place]
 
 
-def _factors(objective: PreferenceObjective, inputs: Inputs) -> Iterator[Row]:
+def _token_factors(objective: PreferenceObjective, inputs: Inputs) -> Iterator[Row]:
     examples = inputs.examples["train"].examples
     for start in range(0, len(examples), EXAMPLES_AT_ONCE):
         chunk = examples[start : start + EXAMPLES_AT_ONCE]
@@ -258,10 +264,10 @@ def _factors(objective: PreferenceObjective, inputs: Inputs) -> Iterator[Row]:
 # ------------------------------------------------------------------------------------------------ arithmetic
 
 
-def by_token(responses: Sequence[Moved]) -> dict[str, Json]:
-    """Returns the KL of the responses by class of token, by decile of weight and by tenth of the response.
+def summarize_kl(responses: Sequence[ResponseShift]) -> dict[str, Json]:
+    """Breaks the KL down by token class, by weight decile and by tenth of the response.
 
-    Deciles are left out where all weights are equal, classes by weight where a response has none.
+    Weight deciles are omitted if all weights are equal, weight classes if any response has no weights.
     """
     kl, ends = (np.concatenate([getattr(one, name) for one in responses]) for name in ("kl", "ends"))
     rows = [one.weights for one in responses if one.weights is not None]
@@ -270,13 +276,13 @@ def by_token(responses: Sequence[Moved]) -> dict[str, Json]:
     out: dict[str, Json] = {
         "responses": len(responses),
         "tokens": int(kl.size),
-        "kl": _over(float(kl.sum()), float(len(responses))),
+        "kl": _ratio(float(kl.sum()), float(len(responses))),
     }
     weights = np.concatenate(rows) if len(rows) == len(responses) else None
-    out["classes"] = shares(kl, {END: ends, OTHER: ~ends} if weights is None else weight_classes(weights, ends))
+    out["classes"] = kl_by_class(kl, {END: ends, OTHER: ~ends} if weights is None else weight_classes(weights, ends))
     if len(flags) == len(responses):
         decisive = np.concatenate(flags)
-        out["truth"] = shares(kl, {DECISIVE: decisive, OTHER: ~decisive})
+        out["truth"] = kl_by_class(kl, {DECISIVE: decisive, OTHER: ~decisive})
     if kl.size < DECILES:
         return out
     if weights is not None and np.ptp(weights) > ROUNDING:
@@ -286,9 +292,9 @@ def by_token(responses: Sequence[Moved]) -> dict[str, Json]:
 
 
 def decile_means(order: Row, values: Mapping[str, Row]) -> dict[str, dict[str, Json]]:
-    """Returns the means of ``values`` over tenths of the tokens by rising ``order``, by the tenth's number.
+    """Returns the mean of each of ``values`` in every tenth of the tokens, sorted by ``order`` and numbered from 1.
 
-    Tokens of equal ``order`` are split between tenths by chance.
+    Ties in ``order`` are split between tenths at random.
     """
     tokens = np.lexsort((np.random.default_rng(0).random(order.size), order))
     groups = np.split(tokens, [-(-number * order.size // DECILES) for number in range(1, DECILES)])
@@ -299,33 +305,30 @@ def decile_means(order: Row, values: Mapping[str, Row]) -> dict[str, dict[str, J
 
 
 def weight_classes(weights: Row, ends: Flags) -> dict[str, Flags]:
-    """Returns which tokens belong to which class; every token to one.
+    """Returns a token mask per weight class; every token is in exactly one class.
 
-    The end of the turn; of all others those without a weight (no partner on the judge's side, or nothing was said), of
-    less than a uniform weight, and of as much or more.
+    Classes: end of turn; no weight (the token matches none of the judge's, or the judge gave it none); below uniform;
+    uniform or more.
     """
     low = weights < 1 - ROUNDING
     none = np.abs(weights) <= ROUNDING
     return {END: ends, NO_WEIGHT: ~ends & none, BELOW: ~ends & low & ~none, WEIGHTED: ~ends & ~low & ~none}
 
 
-def shares(kl: Row, classes: Mapping[str, Flags]) -> dict[str, Json]:
-    """Returns of each class its share of the tokens and of the KL, and its KL per token.
-
-    None where that is not defined.
-    """
+def kl_by_class(kl: Row, classes: Mapping[str, Flags]) -> dict[str, Json]:
+    """Returns each class's share of the tokens, share of the KL, and KL per token; None where undefined."""
     every, total = float(kl.size), float(kl.sum())
     counts = {name: (float(flags.sum()), float(kl[flags].sum())) for name, flags in classes.items()}
     return {
-        name: {"tokens": _over(tokens, every), "kl": _over(moved, total), "kl_per_token": _over(moved, tokens)}
+        name: {"tokens": _ratio(tokens, every), "kl": _ratio(moved, total), "kl_per_token": _ratio(moved, tokens)}
         for name, (tokens, moved) in counts.items()
     }
 
 
-def ranking_accuracy(chosen: Sequence[Moved], rejected: Sequence[Moved]) -> float | None:
-    """Returns the share of pairs whose chosen response gained more, ties one half; None for no pair.
+def ranking_accuracy(chosen: Sequence[ResponseShift], rejected: Sequence[ResponseShift]) -> float | None:
+    """Returns the share of pairs whose chosen response gained more than the rejected one; None without pairs.
 
-    Sums of log-ratios without weights: what DPO calls the accuracy of its rewards.
+    Ties count one half. Gains are unweighted sums of log-ratios, as in DPO's reward accuracy.
     """
     if not chosen:
         return None
@@ -333,19 +336,19 @@ def ranking_accuracy(chosen: Sequence[Moved], rejected: Sequence[Moved]) -> floa
     return _round_finite(float(np.mean([0.5 + 0.5 * np.sign(gap) for gap in ahead])))
 
 
-def mean_gain(responses: Sequence[Moved]) -> float | None:
-    """Returns the mean change of log-probability per response, in nats; None for no response."""
+def mean_gain(responses: Sequence[ResponseShift]) -> float | None:
+    """Returns the mean change of log-probability per response, in nats; None without responses."""
     return _round_finite(float(np.mean([one.gain for one in responses]))) if responses else None
 
 
 def quantiles(values: Row) -> dict[str, Json]:
-    """Returns the median, the 90th and the 99th percentile and the largest of ``values``; empty for none."""
+    """Returns the median, the 90th and 99th percentiles and the maximum of ``values``; empty without values."""
     if not values.size:
         return {}
     return {name: _round_finite(float(np.quantile(values, level))) for name, level in QUANTILES.items()}
 
 
-def _over(top: float, under: float) -> float | None:
+def _ratio(top: float, under: float) -> float | None:
     return _round_finite(top / under) if under > 0 else None
 
 

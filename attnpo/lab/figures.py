@@ -1,4 +1,4 @@
-"""Figures of studies: reward against KL, arms beside each other, scores over layers, gains over worlds."""
+"""Figures of studies: reward against KL, arm comparison, scores by layer, gains by world."""
 
 import itertools
 import math
@@ -34,14 +34,14 @@ from attnpo.display.look import (
 # ------------------------------------------------------------------------------------------------ reward against KL
 
 FAR = 3.0  # times the largest limit that a figure reaches; points beyond it are drawn at its edge
-HOW = "bars: 95 % intervals; ring: the point chosen on validation"
+HOW = "bars: 95 % intervals; ring: point chosen on validation"
 
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """Reward and KL (nats) of one point of an arm's grid; ``label`` names the point ("beta 0.1, lr 5e-5").
+    """Reward and KL (nats) of one grid point of an arm; ``label`` names the point ("beta 0.1, lr 5e-5").
 
-    ``low`` and ``high``: ends of the reward's interval where there is one. ``best``: the point chosen on validation.
+    ``low``, ``high``: ends of the reward's interval, NaN without one. ``best``: this point was chosen on validation.
     """
 
     arm: str
@@ -53,13 +53,13 @@ class FrontierPoint:
     best: bool = False
 
     @property
-    def root(self) -> float:
-        """Returns its place on the axis; KL below 0 is an estimate's noise."""
+    def root_kl(self) -> float:
+        """Returns the root of the KL, its coordinate on the axis. Negative KL is estimation noise and counts as 0."""
         return math.sqrt(max(0.0, self.kl))
 
 
 @styled
-def frontier(
+def frontier_figure(
     points: Iterable[FrontierPoint],
     path: Path | str,
     *,
@@ -69,13 +69,14 @@ def frontier(
     ylabel: str = "reward",
     looks: ArmStyles | None = None,
 ) -> Path:
-    """Draws reward against KL, a line per arm over its grid in order of KL; returns the PNG's path.
+    """Draws reward against KL, one line per arm through its grid points in order of KL; returns the PNG's path.
 
-    The best points are ringed, with bolder intervals, and named in the legend. ``base_reward`` is a dotted line, its
-    interval a band. KL has a root axis, on which rewards at a KL are interpolated; KL below 0 (an estimate's noise) is
-    drawn at 0. ``limits``: KL values to mark by vertical lines. A point more than ``FAR`` times beyond the largest, or
-    far off in reward (``axis_limits``), stands at the edge as a hollow arrow with its number, since it would press all
-    others together. Points that are not finite are left out and counted below. ``looks``: those of the study's arms.
+    The best points are ringed, have bolder intervals and are named in the legend. ``base_reward`` is drawn as a dotted
+    line, its interval as a band. The KL axis has a root scale, on which rewards at a given KL are interpolated;
+    negative KL (estimation noise) is drawn at 0. ``limits``: KL values marked by vertical lines. A point at more than
+    ``FAR`` times the largest limit, or with an extreme reward (``axis_limits``), is drawn at the edge as a hollow arrow
+    with its value, so that it does not squeeze the others. Points that are not finite are omitted and counted below the
+    figure. ``looks``: line styles of the study's arms.
     """
     every = list(points)
     drawn = [point for point in every if math.isfinite(point.kl) and math.isfinite(point.reward)]
@@ -93,18 +94,18 @@ def frontier(
     figure = new_figure(8.4, 5.6)
     axes = figure.add_subplot()
     left_out = len(every) - len(drawn)
-    notes = [f"{left_out} points not finite, left out"] if left_out else []
+    notes = [f"left out, not finite: {left_out} points"] if left_out else []
     beyond = [point for point in drawn if point not in near or not low <= point.reward <= high]
-    notes += ["hollow arrow at the edge: a point beyond it, with its number"] if beyond else []
+    notes += ["hollow arrow at the edge: point outside the figure, with its value"] if beyond else []
     marks = ["dash-dotted: KL at which arms are compared"] if limits else []
     label_axes(axes, title, "\n".join(["KL to the base, nats (root scale)", HOW, *marks, *notes]), ylabel)
-    top = _root_axis(axes, max((point.kl for point in near), default=1.0), limits)
+    top = _set_root_axis(axes, max((point.kl for point in near), default=1.0), limits)
     axes.set_ylim(low, high)
     seen = looks or make_arm_styles(point.arm for point in drawn)
     for arm in dict.fromkeys(point.arm for point in drawn):
         line = sorted((point for point in drawn if point.arm == arm), key=lambda point: point.kl)
         _draw_arm(axes, arm, line, beyond, seen[arm])
-    _draw_beyond(axes, beyond, seen, top, (low, high))
+    _draw_outliers(axes, beyond, seen, top, (low, high))
     if base is not None:
         axes.axhline(base.score, color=INK, linewidth=0.9, linestyle=":", label="base")
         if base.has_interval:
@@ -122,26 +123,26 @@ def _draw_arm(
     inside = [point for point in line if point not in beyond]
     chosen = ", ".join(point.label for point in line if point.best and point.label)
     name = f"{look.label(arm)}\n    best: {chosen}" if chosen else look.label(arm)
-    places, rewards = [point.root for point in inside], [point.reward for point in inside]
+    places, rewards = [point.root_kl for point in inside], [point.reward for point in inside]
     shape: dict[str, Any] = {"marker": look.marker, "linestyle": look.style, "markersize": 5, "linewidth": 1.4}
     axes.plot(places, rewards, alpha=0.9, label=name, **shape, **look.line_colours)
     for point in inside:
         width, depth = (2.4, 0.65) if point.best else (1.0, 0.3)
-        draw_interval(axes, point.root, point.low, point.high, color=look.colour, linewidth=width, alpha=depth)
+        draw_interval(axes, point.root_kl, point.low, point.high, color=look.colour, linewidth=width, alpha=depth)
         if point.best:
             ring: dict[str, Any] = {"fillstyle": "none", "markeredgewidth": 1.8, "markersize": 13}
-            axes.plot(point.root, point.reward, "o", color=look.colour, **ring)
+            axes.plot(point.root_kl, point.reward, "o", color=look.colour, **ring)
 
 
-def _draw_beyond(
+def _draw_outliers(
     axes: Axes, beyond: Sequence[FrontierPoint], looks: ArmStyles, top: float, span: tuple[float, float]
 ) -> None:
-    """Arrows at the edge for points beyond it, with the number that lies there."""
+    """Draws arrows at the edge for points outside the figure, with their values."""
     low, high = span
     for point in beyond:
         right, over = point.kl > top, point.reward > high
         marker = ">" if right else "^" if over else "v"
-        at = (math.sqrt(top) if right else point.root, min(max(point.reward, low), high))
+        at = (math.sqrt(top) if right else point.root_kl, min(max(point.reward, low), high))
         told = [f"KL {point.kl:.3g}"] if right else []
         told += [f"reward {point.reward:.2f}"] if not low <= point.reward <= high else []
         colour = looks[point.arm].colour
@@ -151,8 +152,8 @@ def _draw_beyond(
         axes.annotate(", ".join(told), at, fontsize=7.5, color=colour, **away)
 
 
-def _root_axis(axes: Axes, largest: Number, limits: Sequence[Number]) -> float:
-    """Puts round KL values and the limits on an axis that counts roots of KL; returns the KL at its right end."""
+def _set_root_axis(axes: Axes, largest: Number, limits: Sequence[Number]) -> float:
+    """Sets round KL values as ticks on the root axis; returns the KL at its right end, which covers all limits."""
     top = max(largest, *limits, 0.1) * 1.06
     edge = math.sqrt(top)
     ticks, last, gap = [0.0], math.inf, 0.09 * edge
@@ -172,9 +173,9 @@ def _root_axis(axes: Axes, largest: Number, limits: Sequence[Number]) -> float:
 
 @dataclass(frozen=True)
 class ArmPanel:
-    """One number of every arm. ``levels``: at its chosen point; ``others``: at the other points of its grid.
+    """Panel with one metric for every arm. ``levels``: at its chosen point. ``others``: at its other grid points.
 
-    ``line``: a value to mark by a dotted line, with what it is.
+    ``line``: name and value of a dotted reference line.
     """
 
     title: str
@@ -194,10 +195,11 @@ def arm_figure(
     control: str | None = None,
     looks: ArmStyles | None = None,
 ) -> Path:
-    """Draws the panels side by side, a row per arm in the order of the first, and returns the PNG's path.
+    """Draws the panels side by side, one row per arm in the order of the first panel; returns the PNG's path.
 
-    The interval of the ``control`` is a band behind all arms. Values that are not finite are left out; small marks far
-    off all others too, by ``axis_limits``, since they would press them together, and ``note`` says what else is shown.
+    The interval of the ``control`` is drawn as a band behind all arms. Values that are not finite are omitted, and so
+    are small marks far from all others (``axis_limits``), which would squeeze the rest. ``note`` is printed below the
+    first panel.
     """
     arms = list(dict.fromkeys(arm for shown in panels for arm in shown.levels))
     seen = looks or make_arm_styles(arms, control)
@@ -241,7 +243,7 @@ def _draw_arms(axes: Axes, shown: ArmPanel, arms: Sequence[str], looks: ArmStyle
 
 @dataclass(frozen=True)
 class LayerPoint:
-    """Score at a layer (counted from 1), with the ends of its interval where there is one; ``arm``: whose it is."""
+    """Score at a layer (counted from 1) with the ends of its interval, NaN without one; ``arm``: the arm measured."""
 
     layer: int
     score: Number
@@ -261,11 +263,11 @@ def layer_curve(
     looks: ArmStyles | None = None,
     control: str | None = None,
 ) -> Path:
-    """Draws the score per layer and, in a panel beside it, the baselines, all with intervals; returns the PNG's path.
+    """Draws the score per layer, and the baselines in a second panel, all with intervals; returns the PNG's path.
 
-    ``LayerPoint.arm`` gives a point that arm's colour. The level of each baseline runs through both panels, the
-    interval of the ``control`` as a band. Points and baselines that are not finite are left out. ``looks``: those of
-    the study's arms.
+    A point has the colour of ``LayerPoint.arm``. Baselines are drawn as lines through both panels, the interval of the
+    ``control`` as a band. Points and baselines that are not finite are omitted. ``looks``: line styles of the study's
+    arms.
     """
     kept = sorted((point for point in points if math.isfinite(point.score)), key=lambda point: point.layer)
     levels = {name: as_score_interval(value) for name, value in (baselines or {}).items()}
@@ -286,17 +288,17 @@ def layer_curve(
         grid[0].plot([point.layer], [point.score], marker, color=colour, markersize=7)
     grid[0].set_xticks(layers if len(layers) <= 16 else layers[:: -(-len(layers) // 16)])
     for axes in grid[1:]:
-        _draw_levels(axes, grid, levels, seen, control)
+        _draw_baselines(axes, grid, levels, seen, control)
     scores = [*(point.score for point in kept), *(level.score for level in levels.values())]
     ends = [(one.low, one.high) for one in kept] + [(one.low, one.high) for one in levels.values()]
     grid[0].set_ylim(*axis_limits(scores, [end for both in ends for end in both]))
     return save_figure(figure, path)
 
 
-def _draw_levels(
+def _draw_baselines(
     axes: Axes, grid: Iterable[Axes], levels: Mapping[str, ScoreInterval], looks: ArmStyles, control: str | None
 ) -> None:
-    """Baselines beside the layers: a point with its interval each, and its level through all panels."""
+    """Draws each baseline as a point with its interval, and its level as a line through all panels."""
     label_axes(axes, "")
     axes.tick_params(left=False, labelleft=False)
     for place, (name, level) in enumerate(levels.items()):
@@ -315,7 +317,7 @@ def _draw_levels(
 
 @dataclass(frozen=True)
 class LayerPanel:
-    """One panel. ``lines``: by what they show, a row per seed of numbers by layer; NaN where there is none."""
+    """Panel of lines over layers. ``lines``: for each line's name, one mapping from layer to value per seed."""
 
     title: str
     ylabel: str
@@ -324,7 +326,7 @@ class LayerPanel:
 
 @styled
 def layer_panels(panels: Sequence[LayerPanel], path: Path | str) -> Path:
-    """Draws the panels side by side as a PNG and returns its path."""
+    """Draws the panels side by side; returns the PNG's path."""
     figure = new_figure(3.7 * max(1, len(panels)), 3.6)
     for place, shown in enumerate(panels, 1):
         axes = figure.add_subplot(1, max(1, len(panels)), place)
@@ -350,7 +352,7 @@ def layer_panels(panels: Sequence[LayerPanel], path: Path | str) -> Path:
 
 @dataclass(frozen=True)
 class GainPoint:
-    """Difference to the control at a place on the scale, with its interval; ``equal``: both reach the KL level."""
+    """Difference to the control at one position on the scale, with its interval; ``equal``: both reach the KL level."""
 
     place: Number
     gain: Number
@@ -363,7 +365,7 @@ GAINS = "bars: 95 % intervals; hollow: not at equal KL; above 0: better"
 
 
 @styled
-def gains(
+def gain_figure(
     panels: Mapping[str, Mapping[str, Sequence[GainPoint]]],
     path: Path | str,
     *,
@@ -372,10 +374,11 @@ def gains(
     title: str = "",
     looks: ArmStyles | None = None,
 ) -> Path:
-    """Draws differences to a control over a scale, a panel per title, a line per arm; returns the PNG's path.
+    """Draws differences to a control along a scale, one panel per title and one line per arm; returns the PNG's path.
 
-    Panels share both axes. Arms stand a little beside each other at every place, their intervals as bars; points that
-    are not at an equal KL are hollow, and those that are not finite left out. ``looks``: those of the study's arms.
+    Panels share both axes. At each position the arms are drawn slightly side by side, with intervals as bars. Points
+    that are not at equal KL are hollow; points that are not finite are omitted. ``looks``: line styles of the study's
+    arms.
     """
     seen = looks or make_arm_styles(name for lines in panels.values() for name in lines)
     figure = new_figure(2.0 + 3.2 * max(1, len(panels)), 4.2, title)

@@ -1,10 +1,10 @@
-"""Plain data of what the lab measures beside runs. Light: read before anything heavy is loaded."""
+"""Constants and settings of the lab's measurements. Has no heavy imports, so configs can load it early."""
 
 from dataclasses import dataclass
 
 from attnpo.schema import UserError, check_at_least
 
-# Classes of tokens by weight, and by the truth, in what a run says of where its policy moved.
+# Token classes by weight and by true reward, as reported in a run's drift.
 END, NO_WEIGHT, BELOW, WEIGHTED, OTHER = "end_of_turn", "no_weight", "below_uniform", "weighted", "other"
 DECISIVE = "decisive"
 
@@ -13,10 +13,10 @@ DECISIVE = "decisive"
 class LayerRules:
     """Rules by which ``weights.layer=auto`` finds its layer.
 
-    ``pairs``: the calibration sample, training pairs in the order of their ids. The top-weighted ``shares`` of the
-    tokens are removed and compared with ``draws`` random removals (keyed by ``seed``) of as many tokens from the same
-    places, an even number so that the judge's liking for a place cancels. Takes pairs x layers x shares x (2 + draws)
-    judge prompts.
+    ``pairs``: size of the calibration sample, the first training pairs in order of id. The top-weighted ``shares`` of
+    the tokens are removed and compared with ``draws`` random removals (seeded by ``seed``) of as many tokens at the
+    same positions. An even number of draws cancels the judge's position bias. Takes pairs x layers x shares x
+    (2 + draws) judge prompts.
     """
 
     pairs: int = 64

@@ -1,4 +1,4 @@
-"""Components of the lab that a run calls by its config, before and after training. Light: read before a model loads."""
+"""Components of the lab that a run's config calls before and after training. Imports heavy modules only when used."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,25 +15,25 @@ class AutoLayer(LayerRules):
     """Finds the layer of ``weights.layer=auto`` (config node ``auto_layer``)."""
 
     def resolve_layer(self, source: Any, readers: Any, train: Any) -> tuple[Any, Mapping[str, object] | None]:
-        """Returns the weights with the layer found on the encoded pairs ``train``, and the record of it.
+        """Replaces ``layer=auto`` by the layer found on the encoded pairs ``train``; returns it with a record.
 
-        As they are, with None, where none is to be found.
+        Returns the weights unchanged and None if their layer is not ``auto``.
         """
         if not needs_layer_search(source):
             return source, None
         from attnpo.lab.auto_layer import find_layer
 
         choice = find_layer(source, readers, train, self)
-        return replace(source, layer=choice.layer), choice.numbers()
+        return replace(source, layer=choice.layer), choice.to_dict()
 
 
 @dataclass(frozen=True)
 class DriftSettings:
-    """Measures where the policy moved, on the first pairs in the order of ids or prompts (config node ``drift``).
+    """Settings of the drift measurement, which uses the first pairs in order of id or prompt (config node ``drift``).
 
-    ``pairs``: validation pairs, for the KL by token; 0 measures nothing. ``train_pairs``: training pairs, for the
-    ranking accuracy. ``answers``: answers sampled from the policy, for the KL by token; none where no ``truth`` samples
-    them.
+    ``pairs``: number of validation pairs for the KL by token; 0 measures nothing. ``train_pairs``: number of training
+    pairs for the ranking accuracy. ``answers``: number of answers sampled from the policy for the KL by token, only in
+    settings with a ``truth``.
     """
 
     pairs: int = 0
@@ -45,7 +45,7 @@ class DriftSettings:
         check_at_least("drift", 1, train_pairs=self.train_pairs, answers=self.answers)
 
     def unread(self) -> dict[str, str]:
-        """Names the keys without effect."""
+        """Lists config keys without effect, with reasons."""
         return {} if self.pairs else dict.fromkeys(("train_pairs", "answers"), "drift.pairs=0 measures nothing")
 
     def measure(
@@ -58,9 +58,10 @@ class DriftSettings:
         truth: Truth | None,
         sampled: Sequence[PreferencePair],
     ) -> dict[str, Json]:
-        """Returns ``RunResult.drift``; ``sampled`` are the policy's answers as chosen, the base's as rejected.
+        """Measures the content of ``RunResult.drift``; empty if ``pairs`` is 0.
 
-        ``readers``: what the run's weights are read with, and its base; ``reference``: the kind of its reference.
+        ``readers``: weight readers of the run, with its base. ``reference``: kind of the run's reference. ``sampled``:
+        pairs with the policy's answers as chosen and the base's as rejected.
         """
         if not self.pairs:
             return {}

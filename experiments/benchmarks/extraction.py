@@ -1,12 +1,12 @@
-"""Attention rows of a judge: ours against the authors' way, run in turn.
+"""Benchmarks reading a judge's attention rows: our way against the authors' way.
 
     python -m experiments.benchmarks.extraction [--short] [--pairs 4] [--json FILE]
 
-Judge prompts have the shape of real ones: an instruction that never changes, the pair's prompt, both answers, closing
-words; each pair in both orders. The authors' way, written here anew: eager attention with ``output_attentions``, one
-prompt at a time, every layer's T x T map, its mean over the heads, the last row. Ours is ``CausalJudge.read`` as the
-judge pass calls it. Nobody is timed before the rows of every layer are shown to be the same. Peak memory is that of one
-pair, both orders; the growth of rollout's memory is measured as ``rollout_memory.py`` does it.
+Judge prompts have a realistic shape: a fixed instruction, the pair's prompt, both answers, and closing words; each pair
+is shown in both orders. The authors' way is reimplemented here: eager attention with ``output_attentions``, one prompt
+at a time, every layer's T x T map, its mean over the heads, the last row. Our way is ``CausalJudge.read``, as called in
+the judge pass. Timing starts only after both give the same rows in every layer. Peak memory is that of one pair in both
+orders; the growth of rollout's memory is measured as in ``rollout_memory.py``.
 """
 
 import random
@@ -54,7 +54,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 def judge_prompts(options: Namespace) -> list[list[int]]:
-    """Returns the prompts of all pairs, two for each; lengths of what a pair brings vary by a tenth to either side."""
+    """Returns the judge prompts of all pairs, two per pair; the lengths of a pair's texts vary by up to a tenth."""
     rng = random.Random(options.seed)
 
     def ids(count: int) -> list[int]:
@@ -74,7 +74,7 @@ def judge_prompts(options: Namespace) -> list[list[int]]:
 
 
 def authors(model: PreTrainedModel, prompts: Prompts) -> list[Tensor]:
-    """Returns the last row of every layer's head mean [layers T] for every prompt, by way of whole maps."""
+    """Returns the last row of every layer's head mean [layers T] for every prompt, from full attention maps."""
     rows = []
     with torch.no_grad():
         for prompt in prompts:
@@ -87,7 +87,7 @@ def authors(model: PreTrainedModel, prompts: Prompts) -> list[Tensor]:
 
 
 def reads(judge: CausalJudge) -> dict[str, Callable[[Prompts], list[JudgeReading]]]:
-    """Returns what is asked of our judge, by its name in the table."""
+    """Returns the readings requested from our judge, by their name in the table."""
     every = range(1, judge.num_layers + 1)
     return {
         LAST: lambda prompts: judge.read(prompts, layers=(judge.num_layers,), label_ids=LABELS),
@@ -97,7 +97,7 @@ def reads(judge: CausalJudge) -> dict[str, Callable[[Prompts], list[JudgeReading
 
 
 def require_same_rows(found: Sequence[JudgeReading], expected: Sequence[Tensor], layers: Sequence[int]) -> float:
-    """Returns the largest difference of rows of 1-based ``layers``. Raises ``SystemExit`` above the bound."""
+    """Returns the largest difference between rows of the 1-based ``layers``. Raises ``SystemExit`` above the bound."""
     picked = [layer - 1 for layer in layers]
     gaps = [float((one.rows - other[picked]).abs().max()) for one, other in zip(found, expected, strict=True)]
     if not max(gaps) <= SAME_ROWS:
@@ -109,7 +109,7 @@ def require_same_rows(found: Sequence[JudgeReading], expected: Sequence[Tensor],
 
 
 def measure(options: Namespace) -> tuple[Times, dict[str, int], float]:
-    """Times, peaks of one pair, and how far the rows are apart."""
+    """Measures times, peak memory of one pair, and the difference between the rows."""
     prompts, shape = judge_prompts(options), replace(Shape.of(options), spread=SPREAD)
     eager = random_llama(shape, options.seed, attn_implementation="eager")
     judge = CausalJudge(random_llama(shape, options.seed), token_budget=options.budget)
@@ -131,7 +131,7 @@ def measure(options: Namespace) -> tuple[Times, dict[str, int], float]:
 
 
 def rollout_growth(options: Namespace) -> tuple[list[int], float]:
-    """Returns peak bytes of a rollout at each length, and the exponent in the length."""
+    """Returns the peak bytes of a rollout at each length, and the exponent of their growth."""
     shape = Namespace(lengths=options.lengths, layers=4, width=options.rollout_width, heads=8)
     sizes = peaks(readings(made("causal", shape))["rollout"], options.lengths)
     return sizes, slope(options.lengths, sizes)
@@ -141,16 +141,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables; returns 0."""
     parser = new_parser(__doc__, rounds=5)
     add_shape(parser, layers=8)
-    parser.add_argument("--pairs", type=int, default=4, help="pairs per time, two prompts each")
-    parser.add_argument("--instruction", type=int, default=150, help="tokens before the pair's prompt, always the same")
+    parser.add_argument("--pairs", type=int, default=4, help="pairs per timing, two prompts each")
+    parser.add_argument(
+        "--instruction", type=int, default=150, help="tokens of the fixed text before the pair's prompt"
+    )
     parser.add_argument("--prompt", type=int, default=171)
     parser.add_argument("--answers", type=int, nargs=2, default=[272, 238])
-    parser.add_argument("--closing", type=int, default=60, help="tokens after the second answer, always the same")
+    parser.add_argument("--closing", type=int, default=60, help="tokens of the fixed text after the second answer")
     parser.add_argument(
         "--budget", type=int, default=16384, help="tokens per forward of our judge (judge.token_budget)"
     )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096], help="of prompts for rollout")
-    parser.add_argument("--rollout-width", type=int, default=256, help="of the model for rollout")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096], help="prompt lengths for rollout")
+    parser.add_argument("--rollout-width", type=int, default=256, help="model width for rollout")
     options = parsed(parser, arguments)
     if options.short:
         options.pairs = min(options.pairs, 2)
@@ -159,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{options.pairs} pairs in both orders, {min(lengths)} to {max(lengths)} tokens per prompt")
     times, held, gap = measure(options)
     rows = [[*row, f"{held[row[0]] / MIB:.0f}"] for row in times_rows(times, AUTHORS)]
-    print(f"rows equal to the authors' to {gap:.1e}\n")
+    print(f"largest difference to the authors' rows: {gap:.1e}\n")
     print(table(("rows", "seconds, median (range)", "of the authors'", "peak MiB, one pair"), rows), flush=True)
     sizes, growth = rollout_growth(options)
     cells = [[str(length), f"{size / MIB:.1f}"] for length, size in zip(options.lengths, sizes, strict=True)]

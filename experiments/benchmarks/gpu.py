@@ -1,16 +1,16 @@
-"""Times what this project does on one GPU: `make gpu`, at most 8 minutes on one card, at the size of Llama-3-8B.
+"""Benchmarks this project on one GPU at the size of Llama-3-8B: `make gpu`, at most 8 minutes.
 
-    make gpu                                                       all parts, each in a process of its own
+    make gpu                                                       all parts, each in its own process
     python -m experiments.benchmarks.gpu [--seconds 480] [--json FILE]                       the same
-    python -m experiments.benchmarks.gpu --steps step judge        some of them; a single one runs in this process
+    python -m experiments.benchmarks.gpu --steps step judge        some parts; a single one runs in this process
     python -m experiments.benchmarks.gpu --steps step --settings full:shared_prefix:16384:checkpoint:compile
-    python -m experiments.benchmarks.gpu --tiny                    a toy size on any machine, to see that it runs
+    python -m experiments.benchmarks.gpu --tiny                    a toy size on any machine, to check that it runs
 
-Parts: ``tests`` (those marked gpu), ``step`` (an optimiser step: layouts, micro-batches, recomputation, compiled
-blocks, full and LoRA), ``judge`` (a judge pass beside the authors' way), ``trl`` (TRL at its best settings, where its
-environment is), ``run`` (start and end of a run by command). Every part prints its table row by row and saves each row
-at once. What cannot run is a row with its reason. FLOPs are counted from shapes; the floor is what no exact step can do
-without (``shapes.floor_flops``), and rates are shares of that of the model's own matrix products, measured beside them.
+Parts: ``tests`` (those marked gpu), ``step`` (an optimizer step: layouts, micro-batches, recomputation, compiled
+blocks, full and LoRA), ``judge`` (a judge pass compared with the authors' way), ``trl`` (TRL at its best settings, if
+its environment exists), ``run`` (start and end of a run by command). Every part prints and saves its table row by row.
+A failed measurement is a row with its reason. FLOPs are counted from shapes. The floor is the minimum for any exact
+step (``shapes.floor_flops``), and rates are relative to the measured rate of the model's own matrix products.
 """
 
 import os
@@ -81,7 +81,7 @@ TRL_SETTINGS = ((2, False), (4, True), (4, False), (8, True), (1, False), (16, T
 
 
 def device_of(options: Namespace) -> torch.device:
-    """Returns the device as it was asked for."""
+    """Returns the requested device."""
     return torch.device(options.device)
 
 
@@ -98,7 +98,7 @@ def pairs_of(options: Namespace) -> list[Pair]:
 
 
 def attempt(sheet: Sheet, name: str, options: Namespace, work: Callable[[], None], until: float | None = None) -> None:
-    """Does the work of a row; what it failed of, and that there is no time left for it, is a row as well."""
+    """Measures a row; a failure or a lack of time is recorded as a row as well."""
     if time.monotonic() > (options.deadline if until is None else until):
         sheet.add(name, [], NO_TIME)
         return
@@ -113,12 +113,12 @@ def attempt(sheet: Sheet, name: str, options: Namespace, work: Callable[[], None
 
 
 def first_line(error: BaseException) -> str:
-    """Says an error in one short line."""
+    """Shortens an error to one line."""
     return " ".join(str(error).split())[:200]
 
 
 def in_gib(size: int | None) -> str:
-    """Returns bytes as a cell."""
+    """Formats bytes in GiB for a table cell."""
     return "needs CUDA" if size is None else f"{size / GIB:.3g}"
 
 
@@ -129,7 +129,7 @@ OUTCOME = re.compile(r"^(tests/\S+\.py)::(.+?) (PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
 def run_tests(options: Namespace) -> int:
-    """Runs the tests marked gpu; 1 if some failed."""
+    """Runs the tests marked gpu; returns 1 if any failed."""
     sheet = Sheet("tests", options, ("tests marked gpu", "passed", "failed", "skipped", "seconds"))
     marked = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text("utf-8")]
     marked.sort(key=lambda file: file.stem == "test_compiled")  # last: a compiler without a cache takes a minute
@@ -151,7 +151,7 @@ def run_tests(options: Namespace) -> int:
 
 
 def add_outcomes(sheet: Sheet, lines: Iterable[str]) -> None:
-    """Adds a row for each file of tests from what pytest says of each test; its lines go to the error stream, too."""
+    """Adds a row per test file from pytest's output, which is also written to stderr."""
     file, began, found = "", time.monotonic(), dict[str, str]()
 
     def close() -> None:
@@ -178,7 +178,7 @@ def add_outcomes(sheet: Sheet, lines: Iterable[str]) -> None:
 
 
 def run_step(options: Namespace) -> int:
-    """Times an optimiser step in every setting."""
+    """Times an optimizer step in every setting."""
     shape, device, pairs = shape_of(options), device_of(options), pairs_of(options)
     floors = {method: floor_flops(shape, pairs, trained=method == FULL) for method in (FULL, LORA)}
     tokens = sum(pair.tokens for pair in pairs)
@@ -193,7 +193,7 @@ def run_step(options: Namespace) -> int:
     bench = Bench(options, shape, device, pairs)
     for method in (FULL, LORA):
         recipe = bench.recipe(method)
-        said = "no optimiser step" if recipe is None else f"AdamW, moments {recipe.moments}"
+        said = "no optimizer step" if recipe is None else f"AdamW, moments {recipe.moments}"
         lacking = recipe is None and options.optimizer != "none"
         say(f"{method}: {said}{'; torchao is not installed' if lacking else ''}")
     settings = [Setting.parse(text) for text in options.settings]
@@ -210,20 +210,20 @@ def run_step(options: Namespace) -> int:
 
 
 def time_step(sheet: Sheet, bench: Bench, setting: Setting, floor: float, rate: float) -> None:
-    """Adds the row of a setting."""
+    """Adds the row of one setting."""
     found = bench.measure(setting)
     seconds = median(found.seconds)
     speed, run, share = len(bench.pairs) / seconds, found.flops / seconds, floor / seconds / rate
     cells = [f"{seconds:.3f}", f"{speed:.2f}", f"{sum(found.sizes):,}", str(len(found.sizes)), f"{run / 1e12:.4g}"]
     cells += [f"{100 * run / rate:.1f} %", f"{100 * share:.1f} %", in_gib(found.peak), in_gib(found.estimate)]
     note = f"log-probabilities {found.gap:.1g} from padded rows"
-    note += "" if bench.recipe(setting.method) else ", no optimiser step"
+    note += "" if bench.recipe(setting.method) else ", no optimizer step"
     facts = {**asdict(found), "pairs_per_s": speed, "method": setting.method, "floor_share": share}
     sheet.add(str(setting), cells, note, **facts)
 
 
 def step_bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
-    """Returns the bars on one H100."""
+    """Returns the bars for one H100."""
     bars = []
     for method, least in BARS.items():
         speeds = [row["pairs_per_s"] for row in rows if row.get("method") == method]
@@ -238,7 +238,7 @@ def step_bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 
 
 def run_judge(options: Namespace) -> int:
-    """Times a judge pass and the authors' way on the same prompts."""
+    """Times our judge pass and the authors' way on the same prompts."""
     shape, device = shape_of(options), device_of(options)
     size = 0.1 if options.tiny else 1.0
     asked = Namespace(seed=options.seed, vocab=shape.vocab, pairs=2 if options.tiny else 24)
@@ -297,7 +297,7 @@ def run_judge(options: Namespace) -> int:
 
 
 def reset_peak(device: torch.device) -> int | None:
-    """Returns bytes allocated on a GPU, whose peak starts anew; None on a CPU."""
+    """Resets the GPU's peak memory and returns the bytes allocated; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()
@@ -309,7 +309,7 @@ def reset_peak(device: torch.device) -> int | None:
 
 
 def run_trl(options: Namespace) -> int:
-    """Times TRL's optimiser steps on the same pairs, sorted by length, in several settings."""
+    """Times TRL's optimizer steps on the same pairs, sorted by length, in several settings."""
     head = ("TRL, full", "seconds", "pairs/s", "peak GiB", "ours is faster by")
     sheet = Sheet("trl", options, head)
     names = {each: f"{each[0]} pairs, {'checkpointing' if each[1] else 'no checkpointing'}" for each in TRL_SETTINGS}
@@ -342,7 +342,7 @@ def run_trl(options: Namespace) -> int:
                 too_large[checkpointing] = micro
                 raise torch.OutOfMemoryError
             if found["tokens"] != [sum(column) for column in zip(*(pair.lengths for pair in pairs), strict=True)]:
-                raise Refused(f"TRL made other tokens of the texts: {found['tokens']}")
+                raise Refused(f"TRL tokenised the texts differently: {found['tokens']}")
             seconds = found["seconds"][-1]
             speed = len(pairs) / seconds
             best = max(best, speed)
@@ -361,14 +361,14 @@ def run_trl(options: Namespace) -> int:
 
 
 def run_run(options: Namespace) -> int:
-    """Times start and end of a run by its command, on an empty store and on the one that this filled."""
+    """Times start and end of a run by its command, on an empty store and again on the filled store."""
     shape, device = RUN["tiny" if options.tiny else options.run_shape], device_of(options)
     scale = 0.1 if options.tiny else 1.0
     asked = Namespace(seed=options.seed, vocab=shape.vocab, pairs=8 if options.tiny else 64, scale=scale)
     asked.step, asked.micro, asked.override = asked.pairs // 2, 2 if options.tiny else 4, []
     if device.type == "cuda":
         asked.override = ["hardware=1x80gb", "batch.micro=null", "trainer.accelerator=gpu", "model.compile=null"]
-    print(f"\nattnpo.fit: {asked.pairs} pairs, two optimiser steps, {shape}")
+    print(f"\nattnpo.fit: {asked.pairs} pairs, two optimizer steps, {shape}")
     head = ("run", "to the first step, s", "training, s", "from there to the end, s", "whole, s")
     sheet = Sheet("run", options, head)
     library.disable_progress_bar()
@@ -393,9 +393,9 @@ def run_run(options: Namespace) -> int:
 
 
 def follow(command: Sequence[str], world: World, options: Namespace) -> tuple[float, float, float, list[str]]:
-    """Seconds of a run to its first step, of its training and from there to its end, and the lines it wrote.
+    """Follows a run; returns its seconds until the first step, in training and after it, and the lines it wrote.
 
-    Raises ``RuntimeError`` with its last line when it fails, or has not begun to train.
+    Raises ``RuntimeError`` with the last line if the run fails or does not begin to train.
     """
     began, first, lines = time.monotonic(), None, []
     device = {} if device_of(options).type == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
@@ -406,7 +406,7 @@ def follow(command: Sequence[str], world: World, options: Namespace) -> tuple[fl
         for line in process.stdout:
             lines.append(line.rstrip())
             say(lines[-1])
-            if first is None and " training " in line and " optimiser step" in line:
+            if first is None and " training " in line and " optimizer step" in line:
                 first = time.monotonic()
     whole = time.monotonic() - began
     if process.returncode or first is None:
@@ -427,7 +427,7 @@ STEPS: dict[str, Callable[[Namespace], int]] = {
 
 
 def run_all(options: Namespace, arguments: Sequence[str]) -> int:
-    """Runs every part that was asked for in a process of its own, and ends what takes too long; 1 if one failed."""
+    """Runs every requested part in its own process and stops parts that take too long; returns 1 if any failed."""
     began, failed, given = time.monotonic(), 0, 0.0
     options.json.unlink(missing_ok=True)
     for name in options.steps:
@@ -441,7 +441,7 @@ def run_all(options: Namespace, arguments: Sequence[str]) -> int:
         command += ["--seconds", f"{left:.0f}", "--json", str(options.json)]
         failed += not is_finished(command, left + OVER)
         if not saved_parts(options.json).get(name, {}).get("results", {}).get("done"):
-            print(f"{name}: cut off, or failed; its rows so far are in {options.json}", flush=True)
+            print(f"{name}: stopped or failed; its rows so far are in {options.json}", flush=True)
     parts = saved_parts(options.json)
     bars = [
         Bar(**{key: value for key, value in bar.items() if key != "met"}) for p in parts.values() for bar in p["bars"]
@@ -452,7 +452,7 @@ def run_all(options: Namespace, arguments: Sequence[str]) -> int:
 
 
 def is_finished(command: Sequence[str], limit: float) -> bool:
-    """Tells whether a process ended well in its time; it is ended with all that it started when it did not."""
+    """Returns whether a process ended successfully in time; otherwise stops it and its children."""
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
         try:
             return process.wait(timeout=limit) == 0
@@ -465,20 +465,24 @@ def is_finished(command: Sequence[str], limit: float) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 1 when a test or a whole part failed; prints the tables."""
+    """Runs the parts and prints the tables; returns 0, or 1 if a test or a whole part failed."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = new_parser(__doc__, rounds=2)
     add_trl(parser)
     parser.set_defaults(json=ROOT / "outputs" / "bench" / "gpu.json")
     parser.add_argument("--tiny", action="store_true", help="a toy model and short pairs, in float32 on a CPU")
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="parts")
-    parser.add_argument("--seconds", type=float, help="of all parts together (480) or of the single one (no limit)")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="parts to run")
+    parser.add_argument(
+        "--seconds", type=float, help="time limit of all parts together (default: 480) or of a single one (none)"
+    )
     parser.add_argument("--settings", nargs="+", default=DEFAULT, help="METHOD:LAYOUT:TOKENS[:checkpoint][:compile]")
-    parser.add_argument("--optimizer", choices=("auto", "none"), default="auto", help="auto: that of hardware=1x80gb")
-    parser.add_argument("--backend", help="of torch.compile: inductor; eager at toy size")
-    parser.add_argument("--run-shape", choices=("1b", "8b"), default="1b", help="of the run's model; 8b takes minutes")
+    parser.add_argument("--optimizer", choices=("auto", "none"), default="auto", help="auto: as in hardware=1x80gb")
+    parser.add_argument("--backend", help="backend of torch.compile; default: inductor, or eager at toy size")
+    parser.add_argument(
+        "--run-shape", choices=("1b", "8b"), default="1b", help="size of the run's model; 8b takes minutes"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
-    parser.add_argument("--pairs", type=int, default=32, help="pairs per optimiser step")
+    parser.add_argument("--pairs", type=int, default=32, help="pairs per optimizer step")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens of prompt and response")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens through the vocabulary head at once")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,8 +1,9 @@
-"""Optimiser step at the size of Llama-3-8B, in one setting after the other: what ``gpu.py`` times on a card.
+"""Optimizer steps at the size of Llama-3-8B in several settings, timed by ``gpu.py``.
 
-Random weights, uniform token weights, and the policy's own log-probabilities as those of the reference: what a step
-with a stored reference costs. Nobody is timed before it is shown to compute the same as padded rows: a layout by the
-product's own trial, compiled blocks by theirs, float32 by its numbers; rounding of low precision is reported.
+Uses random weights, uniform token weights, and the policy's own log-probabilities in place of the reference's, which
+corresponds to a step with a stored reference. A setting is timed only after it computes the same as padded rows:
+layouts and compiled blocks are checked by the product's own trials, float32 by its numbers; rounding of low precision
+is reported.
 """
 
 import gc
@@ -43,9 +44,9 @@ FLAGS = ("checkpoint", "compile")
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting of a timed step: ``method:layout:tokens`` and, after more colons, ``checkpoint`` and ``compile``.
+    """Setting of a timed step: ``method:layout:tokens``, optionally followed by ``:checkpoint`` and ``:compile``.
 
-    ``tokens`` is the budget of a micro-batch, as ``batch.tokens``.
+    ``tokens`` is the token budget of a micro-batch, as in ``batch.tokens``.
     """
 
     method: str
@@ -56,7 +57,7 @@ class Setting:
 
     @classmethod
     def parse(cls, text: str) -> "Setting":
-        """Reads a setting. Raises ``ValueError`` for another text."""
+        """Parses a setting. Raises ``ValueError`` for invalid text."""
         method, layout, tokens, *flags = text.split(":")
         if method not in (FULL, LORA) or layout not in LAYOUTS or not set(flags) <= set(FLAGS):
             raise ValueError(f"expected METHOD:LAYOUT:TOKENS[:checkpoint][:compile], got {text!r}")
@@ -91,14 +92,14 @@ DEFAULT = [
 
 
 class Refused(Exception):
-    """Setting that the model cannot take, or whose numbers are others."""
+    """Setting that the model does not support, or that gives different numbers."""
 
 
 # ------------------------------------------------------------------------------------------------ one step
 
 
 def cut(pairs: Sequence[Pair], layout: str, tokens: int) -> list[list[Pair]]:
-    """Returns micro-batches of at most ``tokens`` tokens, pairs of like length together, as training cuts a step."""
+    """Splits pairs into micro-batches of at most ``tokens`` tokens with similar lengths, as training does."""
     cost = COSTS[layout]
     sized = [(cost.pair_cost([(pair.prompt, row) for row in pair.rows]), pair) for pair in pairs]
     sized.sort(key=lambda each: -each[0])
@@ -119,7 +120,7 @@ def batch_of(pairs: Sequence[Pair], layout: Layout, step_pairs: int) -> Preferen
 
 
 def count_attended(pairs: Sequence[Pair], layout: str) -> int:
-    """Returns pairs of query and key that causal attention over a micro-batch computes."""
+    """Counts the query-key pairs that causal attention computes over a micro-batch."""
     branches = [len(pair.prompt) + len(row) for pair in pairs for row in pair.rows]
     if layout == "padded":
         return len(branches) * causal(max(branches))
@@ -128,7 +129,7 @@ def count_attended(pairs: Sequence[Pair], layout: str) -> int:
 
 
 class Step:
-    """One optimiser step over micro-batches; ``optimizer`` None leaves the update out."""
+    """One optimizer step over micro-batches; without an update if ``optimizer`` is None."""
 
     def __init__(
         self, policy: ScoredLM, layout: str, parts: Sequence[Sequence[Pair]], optimizer: torch.optim.Optimizer | None
@@ -141,11 +142,11 @@ class Step:
 
     @property
     def sizes(self) -> list[int]:
-        """Returns tokens that each micro-batch sends through the model, padding included."""
+        """Returns the number of tokens per micro-batch that go through the model, padding included."""
         return [batch.main.inputs.input_ids.numel() for batch in self.batches if batch.main.inputs is not None]
 
     def run(self) -> float:
-        """Returns the loss of the step."""
+        """Runs the step and returns its loss."""
         restore_attention(self.policy.model)  # rows of another layout may have run before
         loss = torch.zeros((), device=self.device)
         for batch in self.batches:
@@ -162,10 +163,7 @@ class Step:
 
 
 def stats_of(policy: ScoredLM, batch: PreferenceBatch) -> TokenStats:
-    """Returns log-probabilities of a micro-batch as training asks for them.
-
-    In half precision under autocast (bf16-mixed).
-    """
+    """Returns the log-probabilities of a micro-batch as in training, under autocast (bf16-mixed) in half precision."""
     rows, half = batch.main, policy.model.dtype == torch.bfloat16
     kind = rows.response_ids.device.type
     with torch.autocast(kind, torch.bfloat16, enabled=half, cache_enabled=False):  # as Lightning's
@@ -177,14 +175,14 @@ def stats_of(policy: ScoredLM, batch: PreferenceBatch) -> TokenStats:
 
 
 def make_model(options: Namespace, shape: Shape, device: torch.device, **more: Any) -> PreTrainedModel:
-    """Makes a random model on ``device`` in its dtype (a cast would round the rotary frequencies)."""
+    """Makes a random model on ``device`` directly in its dtype (a cast would round the rotary frequencies)."""
     with device:
         return random_llama(shape, options.seed, dtype=getattr(torch, options.dtype), **more)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Findings of a setting: seconds of each step, its work, and bytes at the peak (None on a CPU)."""
+    """Measurements of a setting: seconds per step, its work, and peak bytes (None on a CPU)."""
 
     seconds: list[float]
     sizes: list[int]
@@ -195,7 +193,7 @@ class Timed:
 
 
 class Bench:
-    """Model that all settings share, weights and optimiser states with it; adapters come once, after the rest."""
+    """Model and optimizer state shared by all settings; adapters are added once, after the full-weight settings."""
 
     def __init__(self, options: Namespace, shape: Shape, device: torch.device, pairs: Sequence[Pair]) -> None:
         self.options, self.shape, self.device, self.pairs = options, shape, device, pairs
@@ -210,7 +208,7 @@ class Bench:
         self._prepare(setting)
         gap = float((self._logps(LAYOUTS[setting.layout]) - self.expected).abs().mean())
         if self.options.dtype == "float32" and not gap <= SAME:
-            raise Refused(f"log-probabilities are {gap:.2g} from those of padded rows, rounding allows {SAME:g}")
+            raise Refused(f"log-probabilities differ from padded rows by {gap:.2g}, more than rounding ({SAME:g})")
         recipe = self.recipe(setting.method)
         optimizer = None if recipe is None else self._optimizer(setting.method, recipe)
         step = Step(self.policy, setting.layout, cut(self.pairs, setting.layout, setting.tokens), optimizer)
@@ -227,16 +225,16 @@ class Bench:
         return Timed(seconds, step.sizes, flops, peak, self.estimate(setting, max(step.sizes), recipe).total, gap)
 
     def release(self) -> None:
-        """Lets go of gradients and of what a failed step held."""
+        """Frees gradients and the memory of a failed step."""
         self.policy.zero_grad()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def recipe(self, method: str) -> Optimizer | None:
-        """Makes the optimiser of ``hardware=1x80gb``, AdamW on float32 weights and adapters; None without an update.
+        """Makes the optimizer of ``hardware=1x80gb``, AdamW on float32 weights and adapters; None without an update.
 
-        The learning rate is next to nothing: the weights stay, so that each setting is held to the same numbers.
+        The learning rate is almost 0, so that all settings are checked against the same numbers.
         """
         if self.options.optimizer == "none":
             return None
@@ -245,7 +243,7 @@ class Bench:
         return Optimizer(lr=STILL, moments="8bit", stochastic_rounding=True) if find_spec("torchao") else None
 
     def estimate(self, setting: Setting, tokens: int, recipe: Optimizer | None) -> MemoryEstimate:
-        """Estimates by ``attnpo.models.memory`` a step with micro-batches of ``tokens`` tokens."""
+        """Estimates the memory of a step with micro-batches of ``tokens`` tokens by ``attnpo.models.memory``."""
         lora = LoraSpec() if setting.method == LORA else None
         spec = ModelSpec(
             "random",
@@ -272,7 +270,7 @@ class Bench:
         )
 
     def _prepare(self, setting: Setting) -> None:
-        """Gives the model a setting's blocks: plain or compiled, recomputed or not, with adapters or without."""
+        """Applies a setting to the model: compiled or plain blocks, recomputation, adapters."""
         model = self.policy.model
         for block in layer_stack(model):
             block.__dict__.pop("forward", None)  # of compiled blocks
@@ -282,13 +280,13 @@ class Bench:
             torch._dynamo.reset()
             add_lora(model, LoraSpec())
         elif setting.method == FULL and has_adapters(model):
-            raise Refused("the model has adapters by now")
+            raise Refused("the model already has adapters")
         self._try(
             ("layout", setting.layout), partial(find_layout_problem, setting.layout, [self.policy], (), self.device)
         )
         if setting.compiled:
             backend, layout = self.options.backend, LAYOUTS[setting.layout]
-            say(f"compiling by {backend}: the first time takes about a minute on a GPU")
+            say(f"compiling with {backend}: takes about a minute on a GPU the first time")
             restore_attention(model)
             half = self.options.dtype == "bfloat16"
             check = partial(check_compiled_blocks, model, backend, layout, self.device, autocast=half)
@@ -302,7 +300,7 @@ class Bench:
             compile_blocks(model, self.options.backend)
 
     def _try(self, what: tuple[str, ...], trial: "partial[str | None]") -> None:
-        """Asks a trial once. Raises ``Refused`` with its reason."""
+        """Runs a trial once. Raises ``Refused`` with its reason."""
         if what[1] == "padded" and what[0] == "layout":
             return
         if what not in self.tried:
@@ -322,10 +320,7 @@ class Bench:
         return self.optimizers[method]
 
     def _logps(self, layout: Layout) -> Tensor:
-        """Returns log-probabilities of the probe's response tokens.
-
-        With a graph, as compiled blocks are run in training.
-        """
+        """Returns the log-probabilities of the probe's response tokens with a graph, as compiled blocks need it."""
         restore_attention(self.policy.model)
         batch = batch_of(self.probe, layout, len(self.probe)).to(self.device)
         return stats_of(self.policy, batch).logps.detach()[batch.main.response_mask].float()

@@ -1,9 +1,9 @@
-"""Shared parts of the benchmarks: competitors in turn, medians, ratios, bars, peak memory, results as JSON and tables.
+"""Shared parts of the benchmarks: interleaved timing, medians, ratios, bars, peak memory, JSON results and tables.
 
     python -m experiments.benchmarks.harness RESULT.json ...
 
-prints the bars of several results as one table. Nothing is imported before it is needed but the standard library, so
-that a worker in another environment can use this file too.
+prints the bars of several results as one table. Only the standard library is imported at the top, so that workers in
+other environments can use this file.
 """
 
 import json
@@ -38,16 +38,16 @@ Times = dict[str, list[float]]
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that ``work`` takes."""
+    """Times ``work`` and returns its seconds."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def interleaved(competitors: Competitors, rounds: int) -> Times:
-    """Returns the times of so many rounds over all competitors in turn, the order rotated by one in each.
+    """Times all competitors in turn for a number of rounds, rotating the order by one each round.
 
-    A round more is run before these and thrown away: it pays for what is made once.
+    An extra round is run first and discarded as a warm-up.
     """
     names = list(competitors)
     found: Times = {name: [] for name in names}
@@ -57,7 +57,7 @@ def interleaved(competitors: Competitors, rounds: int) -> Times:
             seconds = competitors[name]()
             if turn > 0:
                 found[name].append(seconds)
-        say(f"round {turn} of {rounds}" + (" (thrown away)" if turn == 0 else ""))
+        say(f"round {turn} of {rounds}" + (" (discarded)" if turn == 0 else ""))
     return found
 
 
@@ -67,11 +67,9 @@ def median(times: Times, name: str) -> float:
 
 
 def ratio(times: Times, above: str, below: str) -> float | None:
-    """Returns the median over the rounds of one competitor's seconds over another's.
+    """Returns the median over rounds of one competitor's seconds divided by another's; None if either did not run.
 
-    None where one of them did not run.
-
-    Taken within each round: both had the same machine then.
+    Ratios are taken within rounds, when both had the same machine load.
     """
     if above not in times or below not in times:
         return None
@@ -79,7 +77,7 @@ def ratio(times: Times, above: str, below: str) -> float | None:
 
 
 def say(line: str) -> None:
-    """Prints how far it is to the error stream, beside the tables."""
+    """Prints progress to stderr, apart from the tables."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -87,10 +85,7 @@ def say(line: str) -> None:
 
 
 def peak(work: Callable[[], object]) -> int:
-    """Returns bytes that ``work`` holds at its peak beyond what it found, allocations inside kernels included.
-
-    CPU only.
-    """
+    """Returns the peak bytes that ``work`` allocates, including inside kernels. CPU only."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler
     from torch.profiler import ProfilerActivity, profile
 
@@ -102,7 +97,7 @@ def peak(work: Callable[[], object]) -> int:
 
 
 def profiled(work: Callable[[], object], rows: int = 12) -> str:
-    """Returns a table of the operators that take most of the CPU's time in ``work``, their own time alone."""
+    """Profiles ``work`` and returns a table of the operators with the largest CPU time of their own."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 
@@ -118,7 +113,7 @@ def profiled(work: Callable[[], object], rows: int = 12) -> str:
 
 
 def slope(values: Sequence[float], sizes: Sequence[float]) -> float:
-    """Returns the least-squares slope of log size over log value: the exponent of the growth."""
+    """Returns the least-squares slope of log size over log value, which is the growth exponent."""
     xs, ys = [math.log(value) for value in values], [math.log(size) for size in sizes]
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
@@ -129,9 +124,9 @@ def slope(values: Sequence[float], sizes: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Bar:
-    """Bar beside what was measured; ``at_least`` or else at most.
+    """Performance bar with its measured value, a minimum if ``at_least``, else a maximum.
 
-    ``measured`` None: it was not, and ``why`` says the reason.
+    ``measured`` is None if it was not measured; ``why`` then gives the reason.
     """
 
     what: str
@@ -143,13 +138,13 @@ class Bar:
 
     @property
     def met(self) -> bool | None:
-        """Returns whether the bar is met; None where nothing was measured."""
+        """Returns whether the bar is met; None if nothing was measured."""
         if self.measured is None:
             return None
         return self.measured >= self.bound if self.at_least else self.measured <= self.bound
 
     def row(self) -> tuple[str, str, str, str]:
-        """Returns the bar as a line of ``bars_table``."""
+        """Returns the bar as a row of ``bars_table``."""
         bound = f"{'>=' if self.at_least else '<='} {self.bound:g}{self.unit}"
         if self.measured is None:
             return self.what, bound, "not measured", self.why
@@ -157,18 +152,18 @@ class Bar:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a markdown table; the first column is text, the others are numbers."""
+    """Formats a Markdown table with text in the first column and numbers in the others."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def bars_table(bars: Sequence[Bar]) -> str:
-    """Returns the bars as a markdown table."""
+    """Formats the bars as a Markdown table."""
     return table(("what", "bar", "measured", "met"), [bar.row() for bar in bars])
 
 
 def times_rows(times: Times, base: str) -> list[list[str]]:
-    """Returns each competitor's name, its median seconds with least and most, and its time relative to ``base``."""
+    """Returns each competitor's name, median seconds with minimum and maximum, and its time relative to ``base``."""
     rows = []
     for name, seconds in times.items():
         relative = ratio(times, name, base)
@@ -178,7 +173,7 @@ def times_rows(times: Times, base: str) -> list[list[str]]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages at hand that a time depends on."""
+    """Returns the versions of Python and of installed packages that affect times."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -187,7 +182,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Returns what the times were taken on."""
+    """Describes the machine on which the times were taken."""
     import torch
 
     return {
@@ -200,7 +195,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Names the commit that is checked out; None where there is no git or no repository."""
+    """Returns the checked-out commit; None without git or a repository."""
     with suppress(OSError):
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
         return found.stdout.strip() or None
@@ -208,19 +203,19 @@ def commit() -> str | None:
 
 
 def new_parser(text: str | None, *, rounds: int) -> ArgumentParser:
-    """Returns a parser with the options that every benchmark has; ``text`` is the benchmark's docstring."""
+    """Creates a parser with the options common to all benchmarks; ``text`` is the benchmark's docstring."""
     parser = ArgumentParser(description=text, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=rounds, help="rounds over all competitors that count")
-    parser.add_argument("--threads", type=int, help="CPU threads of every process; torch's own choice if not given")
-    parser.add_argument("--seed", type=int, default=0, help="of models, lengths and ids")
+    parser.add_argument("--rounds", type=int, default=rounds, help="timed rounds over all competitors")
+    parser.add_argument("--threads", type=int, help="CPU threads per process; default: torch's choice")
+    parser.add_argument("--seed", type=int, default=0, help="seed of models, lengths and ids")
     parser.add_argument("--short", action="store_true", help="fewer rounds, pairs or competitors, a few minutes")
-    parser.add_argument("--profile", action="store_true", help="also the operators that take the time, where it can be")
+    parser.add_argument("--profile", action="store_true", help="also print the most expensive operators, if supported")
     parser.add_argument("--json", type=Path, help="write settings, versions and all numbers to this file")
     return parser
 
 
 def parsed(parser: ArgumentParser, arguments: Sequence[str] | None) -> Namespace:
-    """Returns the options; from here on torch runs on as many threads as they say."""
+    """Parses the options and sets torch's number of threads accordingly."""
     import torch
 
     options = parser.parse_args(arguments)
@@ -236,9 +231,9 @@ def finish(
     bars: Sequence[Bar],
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Prints the bars and writes the JSON file if one was asked for.
+    """Prints the bars and writes the JSON file if requested.
 
-    ``more``: versions of other environments, by their names.
+    ``more``: versions in other environments, by name.
     """
     if bars:
         print(f"\n{bars_table(bars)}", flush=True)
@@ -253,7 +248,7 @@ def record(
     bars: Sequence[Bar],
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the record of a benchmark: arguments as ``finish``."""
+    """Returns the JSON record of a benchmark; arguments as for ``finish``."""
     return {
         "benchmark": name,
         "command": shlex.join(["python", "-m", f"experiments.benchmarks.{name}", *sys.argv[1:]]),
@@ -268,7 +263,7 @@ def record(
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes a file in one go: it is whole even where the process ends in between."""
+    """Writes a file atomically, so that it is never left incomplete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
     new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
@@ -276,9 +271,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 class Sheet:
-    """Part of a benchmark as a table that is printed, and saved, row by row, so that a cut-off part keeps its rows.
+    """Table of one part, printed and saved row by row, so that an interrupted part keeps its rows.
 
-    The file holds parts by name; this one takes the place of what stood there under its own.
+    The file holds parts by name; saving replaces the part of the same name.
     """
 
     def __init__(self, name: str, options: Namespace, head: Sequence[str], more: Mapping[str, Any] | None = None):
@@ -291,7 +286,7 @@ class Sheet:
         self.save()
 
     def add(self, name: str, cells: Sequence[str], note: str = "", **numbers: Any) -> None:
-        """Prints a row and saves it; ``numbers`` are those of the row in full."""
+        """Prints and saves a row; ``numbers`` are its unrounded values."""
         cells = [name, *cells, *["-"] * (self.width - 1 - len(cells)), note.replace("|", "/")]
         print(f"| {' | '.join(cells)} |", flush=True)
         self.results["rows"].append({"name": name, "note": note, **numbers})
@@ -305,7 +300,7 @@ class Sheet:
         self.save()
 
     def save(self) -> None:
-        """Writes the file with what there is of this part."""
+        """Writes the file with the current content of this part."""
         self._record["bars"] = [{**asdict(bar), "met": bar.met} for bar in self.bars]
         parts = {**saved_parts(self.options.json), self.name: self._record}
         write_json(
@@ -314,7 +309,7 @@ class Sheet:
 
 
 def saved_parts(path: Path) -> dict[str, Any]:
-    """Reads the parts that a file of ``Sheet`` holds, none where there is no such file."""
+    """Reads the parts in a ``Sheet`` file; empty without the file."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         parts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["parts"]
         return parts
@@ -325,9 +320,9 @@ def saved_parts(path: Path) -> dict[str, Any]:
 
 
 class Worker:
-    """Process that does what it is asked, one JSON line for each request and answer; the other end is ``serve``.
+    """Process that answers requests, one JSON line each; ``serve`` is the other end.
 
-    A context: it is gone when the context is left.
+    A context manager that stops the process on exit.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
@@ -352,7 +347,7 @@ class Worker:
         self._process.stdout.close()
 
     def ask(self, request: str, **details: Any) -> Any:
-        """Returns what the worker answers to a request. Raises ``RuntimeError`` when it ended instead."""
+        """Sends a request and returns the answer. Raises ``RuntimeError`` if the worker ended instead."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps({"request": request, **details}) + "\n")
@@ -367,7 +362,7 @@ class Worker:
 
 
 def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
-    """Answers requests from standard input until it ends. What else is printed goes to standard error."""
+    """Answers requests from stdin until it ends. All other output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -376,7 +371,7 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the bars of all results given; returns 0."""
+    """Prints the bars of all given results; returns 0."""
     parser = ArgumentParser(description="The bars of several results in one table.")
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
     bars = []

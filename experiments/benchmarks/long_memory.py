@@ -1,11 +1,11 @@
-"""Estimated memory of training on pairs of 8k and 16k tokens on each GPU: no weights, no GPU, nothing is run.
+"""Estimates the memory of training on pairs of 8k and 16k tokens on each GPU; nothing is run or loaded.
 
     python -m experiments.benchmarks.long_memory
 
-Prints a markdown table for the shape of Llama-3-8B with a long context: for every recipe (lengths, hardware, all
-weights or adapters) the estimated peak, that of the judge pass, what ``auto`` became (whether activations are kept, and
-how many tokens meet the vocabulary head at once), and whether both fit with 5 % of the device left free. Where training
-all weights does not fit with float32 moments, a row with 8-bit moments follows.
+Prints a Markdown table for the shape of Llama-3-8B with a long context. For every recipe (lengths, hardware, full
+weights or adapters) it shows the estimated peak, that of the judge pass, the choices of ``auto`` (whether activations
+are kept, and how many tokens go through the vocabulary head at once), and whether both fit with 5 % of the device left
+free. If training all weights does not fit with float32 moments, a row with 8-bit moments follows.
 """
 
 from collections.abc import Iterator
@@ -42,19 +42,19 @@ HEAD = ("lengths, hardware, method", "GiB on each GPU", "GiB of the judge pass",
 
 @dataclass(frozen=True)
 class Recipe(MemoryConfig):
-    """Parts of a composed recipe that decide the memory of its training and its judge pass."""
+    """Parts of a composed recipe that determine the memory of training and of the judge pass."""
 
     judge: Judge
 
 
 def recipe(length: str, hardware: str, method: str) -> Recipe:
-    """Returns a recipe as a user composes it."""
+    """Composes a recipe as a user would."""
     words = ["setting=llama3_8b_base_sft", f"hardware={hardware}", f"lengths={length}", *METHODS[method]]
     return parse_subset(compose("fit", words), Recipe)
 
 
 def decide(made: Recipe, capacity: int) -> tuple[ModelSpec, MemoryEstimate]:
-    """Returns what a recipe's ``auto`` becomes on devices of so many bytes, and the estimate of that."""
+    """Resolves a recipe's ``auto`` for devices of a given size; returns the choice and its memory estimate."""
     choices, plan = made.model.memory_choices(), make_memory_plan(made)
     estimates = [plan.estimate(SHAPE, choice, plan.least) for choice in choices]
     place, _ = choose_quickest_fit(estimates, capacity)

@@ -1,13 +1,13 @@
-"""Whole AttentionPO run against plain DPO with TRL: whole processes on the same data, model and effective batch.
+"""Benchmarks a whole AttentionPO run against plain DPO with TRL, as processes on the same data, model and batch size.
 
-    make trl                                      the environment of TRL, once; without it its rows are left out
+    make trl                                      creates TRL's environment, once; without it its rows are left out
     python -m experiments.benchmarks.pipeline [--short] [--pairs 64] [--override KEY=VALUE ...] [--json FILE]
 
 Ours is ``python -m attnpo.fit`` from an empty store: judge pass over all layers and both orders, the reference's
-log-probabilities, one epoch. The second run is another beta on a store that holds both, as every further run of a sweep
-finds it. TRL trains one epoch of DPO with a live reference. Neither saves a model; ours also validates (two pairs),
-before and after the epoch. Times are those of processes from start to end; what comes after the imports is shown too.
-Before anything is timed, both sides must make the same number of tokens of the data, and take as many steps.
+log-probabilities, one epoch. The second run has another beta on the filled store, like every further run of a sweep.
+TRL trains one epoch of DPO with a live reference. Neither saves a model; ours also validates (two pairs) before and
+after the epoch. Times cover whole processes; the time after imports is shown as well. Before timing, both sides must
+produce the same number of tokens and take the same number of steps.
 """
 
 import json
@@ -83,7 +83,7 @@ class World:
             (self.data / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 
     def tokens(self) -> list[int]:
-        """Returns tokens of all prompts, chosen and rejected responses, as our training makes them."""
+        """Counts the tokens of all prompts, chosen and rejected responses as our training makes them."""
         chat = ChatFormat(load_tokenizer(self.model))
         sums = [0, 0, 0]
         for line in (self.data / "train.jsonl").read_text(encoding="utf-8").splitlines():
@@ -94,7 +94,7 @@ class World:
         return sums
 
     def ours(self, what: str, store: Path, beta: float) -> float:
-        """Seconds of a run of ours."""
+        """Times our run and returns its seconds."""
         command = self.command(store, beta)
         filled = store.is_dir()
         seconds = timed(lambda: process(command))
@@ -106,7 +106,7 @@ class World:
         return seconds
 
     def command(self, store: Path, beta: float) -> list[str]:
-        """Returns the next run as one types it."""
+        """Returns the command of the next run."""
         self.runs += 1
         name, options = f"run{self.runs}", self.options
         command = [sys.executable, "-m", "attnpo.fit", "setting=real_smoke", "judge=pairwise", "callbacks=none"]
@@ -119,13 +119,13 @@ class World:
         return [*command, f"trainer.threads={torch.get_num_threads()}", *options.override]
 
     def result(self) -> dict[str, Any]:
-        """Reads what the last run wrote of itself."""
+        """Reads the result of the last run."""
         file = self.folder / "runs" / f"run{self.runs}" / "result.json"
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return found
 
     def theirs(self, python: Path) -> float:
-        """Seconds of TRL's run; what it says of itself is kept."""
+        """Times TRL's run, keeps its report, and returns its seconds."""
         options = self.options
         details = {
             "model": str(self.model),
@@ -147,24 +147,26 @@ class World:
         return seconds
 
     def require_same_work(self) -> None:
-        """Raises ``SystemExit`` when TRL trained on other tokens or took another number of steps."""
+        """Raises ``SystemExit`` if TRL trained on other tokens or took another number of steps."""
         ours, theirs = (self.tokens(), self.steps[WARM]), (self.trl["tokens"], self.steps[TRL])
         if ours != theirs:
             raise SystemExit(
                 f"expected the same work on both sides, got ours {ours} and TRL's {theirs} (tokens of prompts, chosen "
-                "and rejected responses; optimiser steps); nothing was timed"
+                "and rejected responses; optimizer steps); nothing was timed"
             )
 
 
 def require_store(what: str, *, found: int, computed: int, empty: bool) -> None:
-    """Raises ``SystemExit`` for a run that found weights in an empty store, or computed some of a full one."""
+    """Raises ``SystemExit`` if a run found weights in an empty store, or computed weights that the store had."""
     if found if empty else computed:
         state = "an empty" if empty else "a filled"
-        raise SystemExit(f"{what}: {found} pairs' weights came from {state} store and {computed} were computed")
+        raise SystemExit(
+            f"{what}: the weights of {found} pairs came from {state} store, and those of {computed} were computed"
+        )
 
 
 def row(prompt: str, chosen: str, rejected: str) -> dict[str, list[Message]]:
-    """Returns a row of the data: two conversations that begin alike."""
+    """Returns a data row: two conversations with the same beginning."""
     asked = Message(role="user", content=prompt)
     return {
         name: [asked, Message(role="assistant", content=answer)]
@@ -173,7 +175,7 @@ def row(prompt: str, chosen: str, rejected: str) -> dict[str, list[Message]]:
 
 
 def process(command: Sequence[str]) -> str:
-    """Returns what a process printed. Raises ``SystemExit`` with the end of its errors when it fails."""
+    """Runs a process and returns its output. Raises ``SystemExit`` with the end of its errors if it fails."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with status {done.returncode}:\n{done.stderr[-3000:]}")
@@ -186,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_shape(parser, layers=4)
     add_trl(parser)
     parser.add_argument("--pairs", type=int, default=64, help="pairs of the epoch")
-    parser.add_argument("--step", type=int, default=16, help="pairs per optimiser step")
+    parser.add_argument("--step", type=int, default=16, help="pairs per optimizer step")
     parser.add_argument("--micro", type=int, default=4, help="pairs per forward, on both sides")
     parser.add_argument("--scale", type=float, default=1.0, help="lengths relative to the paper's data")
     parser.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="more settings for attnpo.fit")
@@ -214,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         world.inner.clear()
         times = interleaved(competitors, options.rounds)
     base = TRL if python is not None else COLD
-    inner = {name: middle(seconds[1:]) for name, seconds in world.inner.items()}  # without the round thrown away
+    inner = {name: middle(seconds[1:]) for name, seconds in world.inner.items()}  # without the discarded round
     rows = [[*one, f"{inner[one[0]]:.1f}", f"{inner[one[0]] / inner[base]:.2f}"] for one in times_rows(times, base)]
     of = f"of {base}"
     print(f"\n{table(('whole run', 'seconds, median (range)', of, 'after the imports', of), rows)}", flush=True)

@@ -1,13 +1,13 @@
-"""Growth of the memory of reading a judge's attention with the length of the prompt.
+"""Measures how the memory of reading a judge's attention grows with the prompt length.
 
     python -m experiments.benchmarks.rollout_memory [--lengths 1024 2048 4096] [--layers 4] [--width 256] [--heads 8]
         [--dense]
 
-Prints a markdown table: for models of three kinds (causal, windowed, soft-capped scores), what is read of both orders
-of a pair (rollout; the rows of all layers, head means or single heads), the peak of allocated memory beyond the model
-itself at each length, and the slope of log peak over log length. The bar is 1.1 at 1k, 2k and 4k tokens; linear is 1,
-whole attention maps come near 2, which ``--dense`` shows for comparison (the model's own eager attention with
-``output_attentions``, one prompt; it needs 3 GiB). A minute on one CPU thread.
+Prints a Markdown table for three kinds of models (causal, windowed, soft-capped scores): the reading of both orders of
+a pair (rollout; rows of all layers as head means or single heads), the peak memory on top of the model at each length,
+and the slope of log peak over log length. The bar is 1.1 at 1k, 2k and 4k tokens. Linear growth is 1; full attention
+maps come near 2, shown by ``--dense`` (the model's own eager attention with ``output_attentions``, one prompt; it needs
+3 GiB). Takes a minute on one CPU thread.
 """
 
 import argparse
@@ -36,7 +36,7 @@ KINDS: dict[str, Callable[..., PretrainedConfig]] = {
 
 
 def made(kind: str, options: argparse.Namespace, **more: Any) -> PreTrainedModel:
-    """Returns a random model of one kind."""
+    """Makes a random model of one kind."""
     config = KINDS[kind](
         vocab_size=512,
         hidden_size=options.width,
@@ -55,7 +55,7 @@ def made(kind: str, options: argparse.Namespace, **more: Any) -> PreTrainedModel
 
 
 def readings(model: PreTrainedModel) -> dict[str, Callable[[list[int]], object]]:
-    """Returns what is measured, by its name in the table."""
+    """Returns the readings to measure, by their name in the table."""
     judge = CausalJudge(model)
     every = range(1, judge.num_layers + 1)
     return {
@@ -66,16 +66,13 @@ def readings(model: PreTrainedModel) -> dict[str, Callable[[list[int]], object]]
 
 
 def orders(ids: list[int]) -> list[list[int]]:
-    """Returns two prompts of one length as both orders of a pair are.
-
-    The same for two fifths, then the answers exchanged.
-    """
+    """Returns two prompts of one length, like both orders of a pair: equal for two fifths, then swapped answers."""
     start, middle = 2 * len(ids) // 5, 7 * len(ids) // 10
     return [ids, ids[:start] + ids[middle:] + ids[start:middle]]
 
 
 def dense(model: PreTrainedModel) -> dict[str, Callable[[list[int]], object]]:
-    """Returns the comparison: every map of every layer, as the model itself returns them."""
+    """Returns the dense comparison: all attention maps of all layers, as the model returns them."""
 
     def maps(ids: list[int]) -> object:
         with torch.inference_mode():
@@ -85,7 +82,7 @@ def dense(model: PreTrainedModel) -> dict[str, Callable[[list[int]], object]]:
 
 
 def peaks(read: Callable[[list[int]], object], lengths: Sequence[int]) -> list[int]:
-    """Returns bytes that a reading of each length holds at its peak beyond the model."""
+    """Returns the peak bytes of a reading at each length, on top of the model."""
     prompts = [[5 + place % 500 for place in range(length)] for length in lengths]
     read(prompts[0])  # what is made once does not count
     return [peak(lambda ids=ids: read(ids)) for ids in prompts]  # type: ignore[misc]
@@ -98,7 +95,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--dense", action="store_true", help="also the model's own eager attention maps")
+    parser.add_argument("--dense", action="store_true", help="also measure the model's own eager attention maps")
     options = parser.parse_args()
     torch.set_num_threads(1)
     shape = f"{options.layers} layers x {options.width}, {options.heads} heads"

@@ -1,9 +1,9 @@
-"""Writes preference pairs at the paper's size: conversations with texts of their own, in the lengths of a small sample.
+"""Writes preference pairs at the paper's size: unique synthetic conversations with the lengths of a small sample.
 
     python -m experiments.benchmarks.rows FILE [--rows 20000] [--seed 0] [--sample SAMPLE.jsonl]
 
-Each row takes the lengths of a row of the sample and fills them with sentences of the whole sample, drawn by the seed.
-Without a sample lengths are those of the paper's data in the mean, and sentences those of the project's own pages.
+Each row takes its lengths from a row of the sample and is filled with sentences from the whole sample, drawn by the
+seed. Without a sample, lengths match the paper's data on average and sentences come from the project's own pages.
 """
 
 import json
@@ -24,7 +24,7 @@ Row = Mapping[str, str]
 
 
 def read_sample(file: Path | None) -> list[Row]:
-    """Reads the texts of a file of pairs whose sides are a user's turn and its answer; without one, of the pages."""
+    """Reads the texts of a file of single-turn pairs, or of the project's pages without a file."""
     if file is None:
         pages = " ".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))
         rng, names = random.Random(0), ("prompt", *SIDES)
@@ -39,7 +39,7 @@ def read_sample(file: Path | None) -> list[Row]:
 
 
 def make_rows(sample: Sequence[Row], count: int, seed: int) -> Iterator[Row]:
-    """Yields ``count`` rows; a number in front of each prompt makes it the only one of its kind."""
+    """Yields ``count`` rows; a number at the start of each prompt makes it unique."""
     rng = random.Random(seed)
     sentences = {
         part: [one for row in sample for side in sides for one in re.split(r"(?<=[.!?:\n])(?=\s)", row[side])]
@@ -59,7 +59,7 @@ def make_rows(sample: Sequence[Row], count: int, seed: int) -> Iterator[Row]:
 
 
 def write_rows(file: Path, sample: Path | None, count: int, seed: int) -> None:
-    """Writes so many rows as conversations."""
+    """Writes the given number of rows as conversations."""
     with file.open("w", encoding="utf-8") as out:
         for texts in make_rows(read_sample(sample), count, seed):
             out.write(json.dumps(row(*(texts[name] for name in ("prompt", *SIDES)))) + "\n")

@@ -1,7 +1,7 @@
-"""Models and data of the benchmarks: random Llamas of a chosen shape, pairs of the paper's lengths, what they cost.
+"""Models and data of the benchmarks: random Llamas of a chosen shape, pairs with the paper's lengths, and FLOP counts.
 
-Imports torch and transformers alone. Token i of the made-up vocabulary is written ``t<i>``, so that ids and texts are
-the same thing for every system.
+Imports only torch and transformers. Token i of the synthetic vocabulary is written ``t<i>``, so that ids and texts are
+equivalent for every system.
 """
 
 import math
@@ -33,7 +33,7 @@ Lengths = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Shape:
-    """Llama in numbers; the default has a vocabulary head of 7 % of the matrix work, as Llama-3-8B has.
+    """Shape of a Llama. By default the vocabulary head takes 7 % of the matrix work, as in Llama-3-8B.
 
     ``spread``: the standard deviation of its random weights.
     """
@@ -49,15 +49,12 @@ class Shape:
 
     @classmethod
     def of(cls, options: Namespace) -> "Shape":
-        """Returns the shape that options name, in Llama-3's proportions.
-
-        MLP 3.5 times as wide, 4 query heads per key head.
-        """
+        """Returns the shape given by options, with Llama-3's proportions: 3.5 times as wide MLP, 4 queries per key."""
         heads, width = options.heads, options.width
         return cls(width, options.layers, heads, max(1, heads // 4), width * 7 // 2, options.vocab)
 
     def config(self) -> LlamaConfig:
-        """Returns the shape as transformers wants it."""
+        """Returns the shape as a transformers config."""
         return LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.width,
@@ -74,7 +71,7 @@ class Shape:
         )
 
     def products(self) -> list[tuple[int, int]]:
-        """Returns (inputs, outputs) of the matrix products of one layer, and last of the vocabulary head."""
+        """Returns (inputs, outputs) of the matrix products of one layer, followed by the vocabulary head."""
         keys = self.width // self.heads * self.kv_heads
         layer = [(self.width, self.width), (self.width, keys), (self.width, keys), (self.width, self.width)]
         return [
@@ -95,7 +92,7 @@ LLAMA3_8B = Shape(width=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab=
 
 
 def add_shape(parser: ArgumentParser, *, layers: int) -> None:
-    """Adds the options of a model's shape."""
+    """Adds the options of a model's shape to a parser."""
     default = Shape()
     parser.add_argument("--width", type=int, default=default.width)
     parser.add_argument("--layers", type=int, default=layers)
@@ -104,16 +101,13 @@ def add_shape(parser: ArgumentParser, *, layers: int) -> None:
 
 
 def random_llama(shape: Shape, seed: int, **more: Any) -> PreTrainedModel:
-    """Returns a random model in eval mode; ``more`` goes to ``from_config`` (dtype, attn_implementation)."""
+    """Makes a random model in eval mode; ``more`` goes to ``from_config`` (dtype, attn_implementation)."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(shape.config(), **more).eval()
 
 
 def word_tokenizer(vocab: int, words: Sequence[str] = (), chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of so many tokens.
-
-    The special ones, ``words``, and from there on ``t<id>``, parted by blanks.
-    """
+    """Makes a tokenizer of the given size: special tokens, then ``words``, then ``t<id>``, separated by blanks."""
     known = [*SPECIALS, *dict.fromkeys(words)]
     if len(known) >= vocab:
         raise SystemExit(f"--vocab {vocab}: expected more than the {len(known)} tokens of the fixed texts")
@@ -145,7 +139,7 @@ class Pair(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Returns P + C + R."""
+        """Returns the total number of tokens, P + C + R."""
         return sum(self.lengths)
 
     @property
@@ -155,12 +149,12 @@ class Pair(NamedTuple):
 
     @property
     def rows(self) -> tuple[list[int], list[int]]:
-        """Returns the responses."""
+        """Returns both responses."""
         return self.chosen, self.rejected
 
 
 def draw_lengths(rng: random.Random, scale: float, limit: int) -> Lengths:
-    """Lengths of a pair as in the paper's data, ``scale`` times as long; each branch has at most ``limit`` tokens."""
+    """Draws a pair's lengths as in the paper, times ``scale``, with at most ``limit`` tokens per branch."""
     prompt, both, own = SPREAD
     shift = (both**2 + own**2) / 2
     common = rng.gauss(0, both) - shift
@@ -171,17 +165,17 @@ def draw_lengths(rng: random.Random, scale: float, limit: int) -> Lengths:
 
 
 def padded_tokens(lengths: Sequence[Lengths], micro: int) -> int:
-    """Returns tokens of padded micro-batches of so many pairs, in the order given."""
+    """Counts the tokens of padded micro-batches of the given size, in input order."""
     longest = [prompt + max(chosen, rejected) for prompt, chosen, rejected in lengths]
     cut = [longest[start : start + micro] for start in range(0, len(longest), micro)]
     return sum(2 * len(part) * max(part) for part in cut)
 
 
 def typical_lengths(count: int, micro: int, seed: int, *, scale: float = 1.0, limit: int = 2048) -> list[Lengths]:
-    """Lengths of ``count`` pairs, a typical draw.
+    """Returns the lengths of ``count`` pairs, as a typical draw.
 
-    Of all draws, in the order drawn, the one whose tokens are nearest to the mean over the draws: padded in
-    micro-batches of ``micro`` pairs, with every prompt once, and of the responses alone.
+    Among many draws, picks the one nearest to the mean in three token counts: padded in micro-batches of ``micro``
+    pairs, with each prompt once, and of responses only.
     """
     rng = random.Random(seed)
     draws = [[draw_lengths(rng, scale, limit) for _ in range(count)] for _ in range(DRAWS)]
@@ -195,7 +189,7 @@ def typical_lengths(count: int, micro: int, seed: int, *, scale: float = 1.0, li
 
 
 def make_pairs(lengths: Sequence[Lengths], vocab: int, seed: int, *, first: int = 4) -> list[Pair]:
-    """Returns pairs of random ids from ``first`` on, of these lengths."""
+    """Makes pairs of random ids, from ``first`` on, with the given lengths."""
     rng = random.Random(seed)
     pairs = []
     for sizes in lengths:
@@ -205,7 +199,7 @@ def make_pairs(lengths: Sequence[Lengths], vocab: int, seed: int, *, first: int 
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """Ids as ``word_tokenizer`` without words reads them."""
+    """Returns ids as text that ``word_tokenizer`` without words maps back to them."""
     return " ".join(SPECIALS[number] if number < len(SPECIALS) else f"t{number}" for number in ids)
 
 
@@ -213,18 +207,18 @@ def text_of(ids: Sequence[int]) -> str:
 
 
 def causal(tokens: int) -> int:
-    """Returns pairs of a query and a key that it sees, in a sequence of so many tokens."""
+    """Counts the query-key pairs of causal attention over a sequence."""
     return tokens * (tokens + 1) // 2
 
 
 def step_flops(
     shape: Shape, tokens: int, scored: int, seen: int, *, trained: bool = True, recomputed: bool = False
 ) -> float:
-    """Returns floating-point operations of forward and backward, counted from shapes.
+    """Counts the floating-point operations of forward and backward from shapes.
 
-    ``tokens`` go through the layers, ``scored`` through the head, and ``seen`` pairs of query and key attend. Without
-    ``trained`` no weight gets a gradient (adapters do, whose own products are not counted); ``recomputed`` layers run
-    forward twice, but for their last product, whose output the backward does not read.
+    ``tokens`` go through the layers, ``scored`` through the head, and ``seen`` query-key pairs attend. Without
+    ``trained`` no weight gets a gradient (as with adapters, whose own products are not counted). ``recomputed`` layers
+    run forward twice, except for their last product, whose output the backward pass does not use.
     """
     *layer, head = (inputs * outputs for inputs, outputs in shape.products())
     linear, attention = 2 * shape.layers * sum(layer) * tokens, 4 * shape.width * shape.layers * seen
@@ -234,10 +228,10 @@ def step_flops(
 
 
 def floor_flops(shape: Shape, pairs: Sequence[Pair], *, trained: bool = True) -> float:
-    """Returns the least floating-point operations of one exact step on ``pairs``, reference log-probs at hand.
+    """Counts the minimal floating-point operations of one exact step on ``pairs`` with known reference log-probs.
 
-    Each token of prompt and responses once, the head on response tokens, attention causal; backward twice the forward,
-    or as much as the forward where no weight is ``trained``.
+    Each token of prompt and responses is processed once, the head runs on response tokens, and attention is causal. The
+    backward pass costs twice the forward pass, or as much as it if no weight is ``trained``.
     """
     rows = [(len(pair.prompt), len(row)) for pair in pairs for row in pair.rows]
     seen = sum(causal(len(pair.prompt)) for pair in pairs) + sum(p * r + causal(r) for p, r in rows)
@@ -245,9 +239,9 @@ def floor_flops(shape: Shape, pairs: Sequence[Pair], *, trained: bool = True) ->
 
 
 def matmul_rate(shape: Shape, tokens: int, dtype: torch.dtype, device: torch.device, repeats: int = 5) -> float:
-    """Returns floating-point operations per second of the model's own matrix products over so many tokens, both ways.
+    """Measures the floating-point operations per second of the model's own matrix products, forward and backward.
 
-    Of every product the best of ``repeats`` times counts: what bounds a step from below must not be slow by chance.
+    The best of ``repeats`` times counts for every product, because a lower bound must not be slow by chance.
     """
     products = [*shape.products()[:-1] * shape.layers, shape.products()[-1]]
     work = seconds = 0.0
@@ -269,6 +263,6 @@ def matmul_rate(shape: Shape, tokens: int, dtype: torch.dtype, device: torch.dev
 
 
 def settle(device: torch.device) -> None:
-    """Waits until a GPU has done what it was given."""
+    """Waits until the GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,13 +1,13 @@
-"""Start of a run on much data: seconds to the first step and resident memory, cold and warm, beside TRL's.
+"""Benchmarks the start of a run on much data: seconds to the first step and memory, cold and warm, and for TRL.
 
-    make trl                                      the environment of TRL, once; without it its rows are left out
+    make trl                                      creates TRL's environment, once; without it its rows are left out
     python -m experiments.benchmarks.start [--short] [--rows 60000] [--sample FILE --tokenizer FOLDER] [--json FILE]
 
-Rows with texts of their own (``experiments.benchmarks.rows``), a model of two tiny layers, weights from attention of
-the last layer or uniform, two steps: what takes time is reading, tokenising and weighing. Cold is an empty store,
+Uses rows with unique texts (``experiments.benchmarks.rows``), a model of two tiny layers, attention weights of the last
+layer or uniform ones, and two steps, so that reading, tokenising and weighting dominate. Cold means an empty store,
 warm the same command again; TRL keeps its tokenised rows in the cache of ``datasets``. The judge pass that fills the
-store comes between and is not counted. Every start is a process of its own, and so is its memory: the peak of what is
-resident, mapped files among it, which all processes of a machine share, and what is its alone at the first step.
+store is not counted. Every start is its own process. Memory is the peak of the resident set, including mapped files
+shared by all processes of a machine, and the private memory at the first step.
 """
 
 import json
@@ -40,7 +40,7 @@ ROOM_BAR, LATE_BAR = 0.7, 3.0  # GB beyond a start on few rows; seconds after TR
 
 
 def save_model(folder: Path, options: Namespace) -> None:
-    """Saves a model of two tiny layers with the tokenizer that is asked for, or one learnt from the pages."""
+    """Saves a model of two tiny layers with the given tokenizer, or one trained on the pages."""
     if options.tokenizer is not None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.tokenizer)
     else:
@@ -55,11 +55,10 @@ def save_model(folder: Path, options: Namespace) -> None:
 
 
 def until(command: Sequence[str], mark: str, said: list[str] | None = None) -> tuple[float, float, float]:
-    """Starts a process; returns seconds until it writes ``mark``, and peak resident and private memory in GB then.
+    """Starts a process; returns the seconds until it writes ``mark``, and its peak resident and private memory in GB.
 
-    ``said`` takes the lines that it wrote.
-
-    Raises ``SystemExit`` where it ends without. It is stopped when it has.
+    ``said`` collects the lines it wrote. The process is stopped afterwards. Raises ``SystemExit`` if it ends without
+    the mark.
     """
     began = time.perf_counter()
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as started:
@@ -79,7 +78,7 @@ def until(command: Sequence[str], mark: str, said: list[str] | None = None) -> t
 
 
 def ours(options: Namespace, folder: Path, rows: int, store: Path) -> list[str]:
-    """Returns a run on the first rows as one types it."""
+    """Returns the command of our run on the first rows."""
     command = [sys.executable, "-m", "attnpo.fit", "setting=real_smoke", "judge=short", "callbacks=none"]
     command += [f"model.path={folder / 'model'}", f"data.path={folder / 'rows.jsonl'}", f"store={store}"]
     command += [f"data.train_rows=0:{rows}", f"data.val_rows={options.rows}:", f"output={folder / 'runs'}"]
@@ -91,7 +90,7 @@ def ours(options: Namespace, folder: Path, rows: int, store: Path) -> list[str]:
 
 
 def theirs(options: Namespace, folder: Path, python: Path) -> list[str]:
-    """Returns TRL's run on the same rows."""
+    """Returns the command of TRL's run on the same rows."""
     given = {
         **{"model": str(folder / "model"), "data": str(folder / "rows.jsonl"), "cache": str(folder / "cache")},
         **{"beta": 0.1, "lr": 1e-4, "warmup": 0.1, "micro": 4, "accumulation": 1, "steps": 2},
@@ -105,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = new_parser(__doc__, rounds=1)
     add_trl(parser)
     parser.add_argument("--rows", type=int, default=20_000, help="rows of the data")
-    parser.add_argument("--sample", type=Path, help="pairs whose lengths and sentences the rows have")
+    parser.add_argument("--sample", type=Path, help="pairs that provide lengths and sentences of the rows")
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer with a chat template")
     parser.add_argument("--weights", default="uniform", help="weights of the runs")
     options = parsed(parser, arguments)

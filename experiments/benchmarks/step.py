@@ -1,13 +1,13 @@
-"""Forward and backward of a TwDPO step: ours against the plain way and against TRL's DPOTrainer, run in turn.
+"""Benchmarks forward and backward of a TwDPO step: ours against a plain implementation and TRL's DPOTrainer, in turn.
 
-    make trl                                      the environment of TRL, once; without it its rows are left out
+    make trl                                      creates TRL's environment, once; without it its rows are left out
     python -m experiments.benchmarks.step [--short] [--micro 4] [--batches 2] [--json FILE]
     python -m experiments.benchmarks.step --sweep micro [--values 1 2 4 8]        also length, vocab, layers
 
-Model and reference are random Llamas whose vocabulary head is 7 % of the matrix work, as in Llama-3-8B; lengths are
-those of the paper's data. A time is that of ``--batches`` micro-batches, made beforehand, gradients adding up. Nobody
-is timed before it is shown to compute the same: our loss with uniform weights is TRL's on the same batch, our loss with
-random weights is the plain way's, in every layout; and the shared layout sends P + C + R tokens through the model.
+Model and reference are random Llamas whose vocabulary head takes 7 % of the matrix work, as in Llama-3-8B; lengths are
+those of the paper's data. A time covers ``--batches`` prepared micro-batches with accumulated gradients. Timing starts
+only after all agree: our loss with uniform weights equals TRL's on the same batch, our loss with random weights equals
+the plain implementation's in every layout, and the shared layout sends P + C + R tokens through the model.
 """
 
 import logging
@@ -80,12 +80,12 @@ MEMORY_BAR = 0.5
 
 
 class Unequal(SystemExit):
-    """Two systems that should compute the same loss do not; the text shows both."""
+    """Error for two systems that should compute the same loss but do not; its text shows both."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One measurement: seconds, bytes at the peak and tokens forwarded per competitor, and the floor in seconds."""
+    """One measurement: seconds, peak bytes and forwarded tokens per competitor, and the floor in seconds."""
 
     times: Times
     peaks: dict[str, int]
@@ -94,7 +94,7 @@ class Measured:
     trl: Mapping[str, Any]
 
     def plain(self) -> dict[str, Any]:
-        """Returns the measurement for JSON."""
+        """Returns the measurement as JSON data."""
         return {"seconds": self.times, "peak_bytes": self.peaks, "tokens": self.tokens, "floor_seconds": self.floor}
 
 
@@ -102,10 +102,7 @@ class Measured:
 
 
 def require_same(what: str, ours: Sequence[float], theirs: Sequence[float], bound: float) -> float:
-    """Returns the largest relative difference of losses.
-
-    Raises ``Unequal`` above ``bound``, before anything is timed.
-    """
+    """Returns the largest relative difference of losses. Raises ``Unequal`` above ``bound``."""
     gap = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
     if not gap <= bound:
         shown = [", ".join(f"{loss:.9f}" for loss in losses) for losses in (ours, theirs)]
@@ -123,7 +120,7 @@ def pairs_of(options: Namespace) -> list[Pair]:
 
 
 def measure(options: Namespace, trl: Worker | None) -> Measured:
-    """Returns all competitors on one shape, checked and then timed. Raises ``Unequal``."""
+    """Checks and times all competitors on one shape. Raises ``Unequal``."""
     shape = Shape.of(options)
     pairs = pairs_of(options)
     cut = [pairs[start : start + options.micro] for start in range(0, len(pairs), options.micro)]
@@ -170,7 +167,7 @@ def join(
     uniform: list[list[TrainingExample]],
     competitors: dict[str, Callable[[], float]],
 ) -> Mapping[str, Any]:
-    """Returns what TRL says of itself; adds it to the competitors once its losses are ours. Raises ``Unequal``."""
+    """Adds TRL to the competitors once its losses equal ours, and returns its report. Raises ``Unequal``."""
     policy, reference = models
     with tempfile.TemporaryDirectory() as folder:
         names = [f"{folder}/{name}" for name in ("policy", "reference")]
@@ -214,7 +211,7 @@ def show(found: Measured) -> None:
 
 
 def bars(found: Measured, missing: str) -> list[Bar]:
-    """Returns DESIGN's bars on one measurement; ``missing`` says why TRL is not there."""
+    """Returns DESIGN's bars for one measurement; ``missing`` is the reason why TRL is absent."""
     made = [
         Bar(f"step: {what}", least, ratio(found.times, over, who), True, missing) for what, who, over, least in BARS
     ]
@@ -226,7 +223,7 @@ def bars(found: Measured, missing: str) -> list[Bar]:
 
 
 def sweep(options: Namespace, trl: Worker | None) -> dict[str, Any]:
-    """Measurements over the values of one setting, with the exponents of time and memory; prints both."""
+    """Measures over the values of one setting; prints the measurements and the exponents of time and memory."""
     key, usual = SWEEPS[options.sweep]
     values = [type(usual[0])(value) for value in options.values or usual]
     found = []
@@ -245,7 +242,7 @@ def sweep(options: Namespace, trl: Worker | None) -> dict[str, Any]:
 
 
 def trl_python(options: Namespace) -> tuple[Path | None, str]:
-    """Returns the Python of TRL's environment, or None and why it is not there."""
+    """Returns the Python of TRL's environment, or None and the reason why it is missing."""
     if options.no_trl:
         return None, "left out (--no-trl)"
     if not options.trl_python.is_file():
@@ -254,14 +251,14 @@ def trl_python(options: Namespace) -> tuple[Path | None, str]:
 
 
 def add_trl(parser: ArgumentParser) -> None:
-    """Adds the options that say where TRL is."""
+    """Adds the options that locate TRL's environment."""
     default = ROOT / ".venv-trl" / "bin" / "python"
     parser.add_argument("--trl-python", type=Path, default=default, help="Python of an environment with trl==1.16.0")
     parser.add_argument("--no-trl", action="store_true", help="leave TRL out")
 
 
 def quiet() -> None:
-    """Turns progress bars and the libraries' advice off, which would stand among the tables."""
+    """Turns off progress bars and library advice, which would clutter the tables."""
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     library.disable_progress_bar()
@@ -273,10 +270,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_shape(parser, layers=4)
     add_trl(parser)
     parser.add_argument("--micro", type=int, default=4, help="pairs per micro-batch")
-    parser.add_argument("--batches", type=int, default=2, help="micro-batches per time")
+    parser.add_argument("--batches", type=int, default=2, help="micro-batches per timing")
     parser.add_argument("--scale", type=float, default=1.0, help="lengths relative to the paper's data")
     parser.add_argument("--sweep", choices=SWEEPS, help="vary one setting and fit exponents")
-    parser.add_argument("--values", type=float, nargs="+", help="of what is swept")
+    parser.add_argument("--values", type=float, nargs="+", help="values of the swept setting")
     options = parsed(parser, arguments)
     if options.short:
         options.rounds, options.batches = min(options.rounds, 3), 1
@@ -307,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def describe(options: Namespace, found: Measured) -> None:
-    """Prints what was run on, and TRL's arguments."""
+    """Prints the machine and versions, and TRL's arguments."""
     pairs = pairs_of(options)
     real = sum(pair.tokens + len(pair.prompt) for pair in pairs)
     padded = padded_tokens([pair.lengths for pair in pairs], options.micro)

@@ -1,14 +1,13 @@
-"""Growth of a training step's cost with the length of its pairs: seconds and memory, as slopes.
+"""Measures how time and memory of a training step grow with the length of its pairs.
 
     make lengths
     python -m experiments.benchmarks.step_length [--lengths 2048 4096 8192 16384] [--layers 2] [--width 128] [--heads 4]
         [--vocab 2048] [--rounds 3]
 
-One pair a step, whose branches have so many tokens each: half of them the prompt, half a response. Forward and backward
-of what training runs, with stored and with live reference, with and without recomputed blocks. Prints a markdown table:
-the median seconds of a step and the peak of allocated memory beyond the models at each length, and the slope of log
-cost over log length: 1 is linear, 2 what attention alone would be. CPU, one thread, float32; the seconds are those that
-the processor worked for the step, so that what else the machine does counts little.
+Each step has one pair whose branches have the given length, half prompt and half response. Runs forward and backward as
+in training, with stored and live reference, with and without recomputed blocks. Prints a Markdown table: median seconds
+per step and peak memory on top of the models at each length, and the slope of log cost over log length (1 is linear,
+2 is attention only). Uses the CPU, one thread and float32. Seconds are CPU time, so that other load hardly matters.
 """
 
 import argparse
@@ -30,7 +29,7 @@ WAYS = ("stored reference", "stored reference, blocks recomputed", "live referen
 
 
 def steps(shape: Shape, length: int) -> dict[str, Ours]:
-    """Returns the step on one pair of branches of ``length`` tokens, in every way."""
+    """Returns the step on one pair with branches of ``length`` tokens, in every variant."""
     half = length // 2
     made = examples(make_pairs([(half, half, half)], shape.vocab, seed=0), weighted=1)
     stored = with_reference(made, ScoredLM(random_llama(shape, 1)))
@@ -44,14 +43,14 @@ def steps(shape: Shape, length: int) -> dict[str, Ours]:
 
 
 def worked(step: Ours) -> float:
-    """Seconds of the processor that a step takes: with one thread those of the step alone."""
+    """Returns the CPU seconds of a step; with one thread these belong to the step alone."""
     began = process_time()
     step.step()
     return process_time() - began
 
 
 def measured(shape: Shape, lengths: Sequence[int], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
-    """Returns median seconds of the processor and peak bytes of every way at each length."""
+    """Measures median CPU seconds and peak bytes of every variant at each length."""
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     bytes_: dict[str, list[int]] = {way: [] for way in WAYS}
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Steps that ``step.py`` times in a process of their own: as training runs it, and the plain way to write it."""
+"""Steps that ``step.py`` times in a process of their own: as in our training, and in a plain implementation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,10 +28,7 @@ Batches = Sequence[Sequence[TrainingExample]]
 
 
 def examples(pairs: Sequence[Pair], weighted: int | None = None) -> list[TrainingExample]:
-    """Returns the pairs as training takes them.
-
-    Uniform weights, or random ones that sum to 1 from the seed ``weighted``.
-    """
+    """Returns the pairs as training examples with uniform weights, or random ones that sum to 1 (seed ``weighted``)."""
     made = []
     generator = torch.Generator().manual_seed(weighted or 0)
     for number, pair in enumerate(pairs):
@@ -46,7 +43,7 @@ def examples(pairs: Sequence[Pair], weighted: int | None = None) -> list[Trainin
 
 
 def with_reference(made: Sequence[TrainingExample], reference: ScoredLM) -> list[TrainingExample]:
-    """Returns the examples with the reference's log-probabilities of every token, as a store would give them."""
+    """Adds the reference's log-probabilities of every token to the examples, as a store would."""
     out = []
     for example in made:
         laid = padded_layout([(side.prompt_ids, side.response_ids) for side in example.sides], PAD)
@@ -58,10 +55,10 @@ def with_reference(made: Sequence[TrainingExample], reference: ScoredLM) -> list
 
 
 class Ours:
-    """Training of a micro-batch as in a run: Lightning module, objective, metrics, in one layout.
+    """Training on micro-batches as in a run: Lightning module, objective and metrics, in one layout.
 
-    ``reference`` None: the examples bring its log-probabilities. Raises ``SystemExit`` when the model cannot take the
-    layout.
+    If ``reference`` is None, the examples hold its log-probabilities. Raises ``SystemExit`` if the model does not
+    support the layout.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class Ours:
         if live is not None:
             freeze(live)
         if select_layout(layout, [scored, *([] if live is None else [live])]) is not LAYOUTS[layout]:
-            raise SystemExit(f"layout {layout}: expected that the model can take it, it cannot; see the log above")
+            raise SystemExit(f"layout {layout}: the model does not support it; see the log above")
         self.batches = [collate(batch, LAYOUTS[layout], PAD, len(batch)) for batch in batches]
         self.module = PreferenceModule(scored, live, TwDPO(beta=BETA), Optimizer(), 1)
         self.module.trainer = L.Trainer(
@@ -86,17 +83,17 @@ class Ours:
 
     def step(self) -> None:
         """Runs forward and backward over all micro-batches."""
-        self.module.on_fit_start()  # starts an empty optimiser step
+        self.module.on_fit_start()  # starts an empty optimizer step
         for batch in self.batches:
             self.module.training_step(batch, 0).backward()
 
     def tokens(self) -> int:
-        """Returns tokens that the policy's embedding sees in all micro-batches."""
+        """Counts the tokens that the policy's embedding receives in all micro-batches."""
         return counted(self.module.policy.model, self.losses)
 
 
 def counted(model: PreTrainedModel, work: Callable[[], object]) -> int:
-    """Returns tokens that a model's embedding sees during ``work``."""
+    """Counts the tokens that a model's embedding receives during ``work``."""
     seen = 0
 
     def see(_: object, inputs: tuple[Tensor, ...]) -> None:
@@ -115,7 +112,7 @@ def counted(model: PreTrainedModel, work: Callable[[], object]) -> int:
 
 
 class Plain:
-    """Step as one writes it first: padded rows, all logits in float32, the reference run in every step."""
+    """Simple implementation of the step: padded rows, all logits in float32, and the reference run in every step."""
 
     def __init__(self, policy: PreTrainedModel, reference: PreTrainedModel, batches: list[list[TrainingExample]]):
         self.policy, self.reference = policy.train(), reference.eval().requires_grad_(False)
@@ -132,7 +129,7 @@ class Plain:
             self._loss(batch).backward()
 
     def tokens(self) -> int:
-        """Returns tokens that the policy's embedding sees in all micro-batches."""
+        """Counts the tokens that the policy's embedding receives in all micro-batches."""
         return counted(self.policy, self.losses)
 
     def _loss(self, batch: PreferenceBatch) -> Tensor:
@@ -146,7 +143,7 @@ class Plain:
 
     @staticmethod
     def _logps(model: PreTrainedModel, batch: PreferenceBatch) -> Tensor:
-        """Returns log-probabilities of the response tokens, from those of the whole vocabulary."""
+        """Returns the log-probabilities of the response tokens, from the logits over the whole vocabulary."""
         inputs = batch.main.inputs
         assert inputs is not None
         logits = model(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, use_cache=False).logits

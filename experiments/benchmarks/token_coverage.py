@@ -1,10 +1,10 @@
-"""Share of a response that finds its partner when judge tokens are matched to training tokens, on real text.
+"""Measures on real text which share of a response is covered when judge tokens are matched to training tokens.
 
     python experiments/benchmarks/token_coverage.py DATA_FOLDER TOKENIZER_FOLDER[@CHAT_TEMPLATE] ... [--pairs N]
 
-Prints the markdown tables of token_coverage.md. No model is involved: the training side is what ``ChatFormat``
-encodes, the judge side what ``JudgePromptBuilder`` builds, the weights travel through ``align``, all as in a run; only
-the length limits are lifted, so that nothing is lost to cuts. Every option of the config group ``judge`` is measured.
+Prints the Markdown tables of token_coverage.md. No model is involved: training tokens come from ``ChatFormat``, judge
+tokens from ``JudgePromptBuilder``, and weights are mapped by ``align``, all as in a run. Only the length limits are
+lifted, so that nothing is cut. Every option of the config group ``judge`` is measured.
 """
 
 import argparse
@@ -37,10 +37,10 @@ _TRAIN = re.compile(r"train(_\w+)?\.jsonl")
 
 @dataclass(frozen=True)
 class Match:
-    """One response under one way of matching.
+    """One response under one matching method.
 
-    ``coverage`` of its ``content`` tokens (those with characters), ``last`` whether the last of them got a partner,
-    ``lost`` the share of uniform weights on the judge's tokens that reaches no training token.
+    ``coverage``: share of its ``content`` tokens (those with characters) that are matched. ``last``: whether the last
+    content token is matched. ``lost``: share of uniform weights on the judge's tokens that reaches no training token.
     """
 
     coverage: float
@@ -51,7 +51,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Summary:
-    """Many responses in the numbers of the tables; shares of 1."""
+    """Statistics of many responses as in the tables; shares are between 0 and 1."""
 
     responses: int
     complete: float
@@ -82,10 +82,7 @@ class Summary:
 
 
 def data_sets(folder: Path, pairs: int | None = None) -> dict[str, list[PreferencePair]]:
-    """Returns all pairs of every folder with a train and a test file, by name.
-
-    ``pairs`` takes the first of each file.
-    """
+    """Returns the pairs of every folder with a train and a test file, by name; the first ``pairs`` of each file."""
     found = {}
     for file in sorted(folder.glob("*/train*.jsonl")):
         name = _TRAIN.fullmatch(file.name)
@@ -98,10 +95,7 @@ def data_sets(folder: Path, pairs: int | None = None) -> dict[str, list[Preferen
 
 
 def chat_format(tokenizer: str) -> ChatFormat:
-    """Returns the chat format of ``FOLDER`` or ``FOLDER@TEMPLATE``.
-
-    A tokenizer without a template gets the plain one.
-    """
+    """Returns the chat format of ``FOLDER`` or ``FOLDER@TEMPLATE``; without any template, the plain one."""
     folder, _, template = tokenizer.partition("@")
     loaded = load_tokenizer(folder)
     own = template or (None if loaded.chat_template else PLAIN)
@@ -109,10 +103,7 @@ def chat_format(tokenizer: str) -> ChatFormat:
 
 
 def judge_options() -> dict[str, JudgeRules]:
-    """Returns the rules of every option of the group ``judge`` without its length limits.
-
-    Options of equal wording are one.
-    """
+    """Returns the rules of every option of the group ``judge`` without length limits; merges those of equal wording."""
     named: dict[tuple[str, JudgeRules], tuple[list[str], JudgeRules]] = {}
     for option in list_groups()["judge"]:
         rules = instantiate(compose("fit", [f"judge={option}"]).judge).prompt_rules()
@@ -124,7 +115,7 @@ def judge_options() -> dict[str, JudgeRules]:
 
 
 def match(prompt: JudgePrompt, side: str, target: EncodedResponse, method: AlignMethod) -> Match | None:
-    """Returns how ``side`` of a judge prompt meets its training tokens; None for a response without characters."""
+    """Matches ``side`` of a judge prompt with its training tokens; None for a response without characters."""
     content = [index for index, (start, end) in enumerate(target.offsets) if end > start]
     if not content:
         return None
@@ -145,10 +136,10 @@ Key = tuple[str, Assembly, AlignMethod]
 def measure(
     chat: ChatFormat, pairs: Sequence[PreferencePair], judges: dict[str, JudgeRules]
 ) -> tuple[dict[Key, Summary], Counter[str]]:
-    """Returns a summary per judge option, assembly and method, and the responses that two rounds cut differently.
+    """Returns a summary per judge option, assembly and method, and the responses tokenised differently by round.
 
-    Each response counts once, as the first round shows it: chosen responses as answer A, rejected ones as answer B.
-    The second round is averaged onto the first one's tokens, so it decides no coverage.
+    Each response counts once, as shown in the first round: chosen responses as answer A, rejected ones as answer B. The
+    second round is averaged onto the first one's tokens, so it does not affect coverage.
     """
     matches: dict[Key, list[Match]] = {}
     differ: Counter[str] = Counter()
@@ -173,7 +164,7 @@ def measure(
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """Returns a share as a percentage that says 100 and 0 only where it is exact."""
+    """Formats a share as a percentage that shows 100 and 0 only if exact."""
     text = f"{100 * share:.{digits}f}"
     if (share < 1 and float(text) == 100) or (share > 1e-12 and float(text) == 0):
         digits += 2
@@ -190,7 +181,7 @@ Measured = dict[str, tuple[dict[Key, Summary], Counter[str]]]
 
 
 def cells(found: dict[Key, Summary], option: str) -> tuple[str, ...]:
-    """Returns one line of the table under text assembly, after its names."""
+    """Returns a line of the text-assembly table, after its names."""
     paper = found[option, Assembly.TEXT, AlignMethod.LEVENSHTEIN]
     other = found[option, Assembly.TEXT, AlignMethod.CHARACTERS]
     shares = (percent(paper.complete), percent(paper.enough), percent(paper.mean), percent(paper.pooled, 2))
@@ -198,7 +189,7 @@ def cells(found: dict[Key, Summary], option: str) -> tuple[str, ...]:
 
 
 def text_table(results: Measured, judges: Sequence[str]) -> Iterator[str]:
-    """Returns the table of one tokenizer; options that give the same numbers on all data share their lines."""
+    """Returns the table of one tokenizer; options with the same numbers on all data share a line."""
     alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for option in judges:
         alike.setdefault(tuple(cells(found, option) for found, _ in results.values()), []).append(option)
@@ -215,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "data", type=Path, metavar="DATA_FOLDER", help="a folder of data sets with train and test files"
     )
     parser.add_argument("tokenizers", nargs="+", metavar="TOKENIZER_FOLDER[@CHAT_TEMPLATE]")
-    parser.add_argument("--pairs", type=int, help="only so many pairs of each file")
+    parser.add_argument("--pairs", type=int, help="number of pairs to use from each file")
     options = parser.parse_args(arguments)
     judges, sets = judge_options(), data_sets(options.data, options.pairs)
     exact: list[str] = []
@@ -226,9 +217,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(text_table(results, list(judges))))
         differ = sum((counts for _, counts in results.values()), Counter[str]())
         rounds = ", ".join(f"{option}: {number}" for option, number in differ.items() if number) or "none"
-        print(f"\nResponses that the two rounds cut differently: {rounds}.\n", flush=True)
+        print(f"\nResponses tokenised differently in the two rounds: {rounds}.\n", flush=True)
         exact += exact_rows(label, [found for found, _ in results.values()], len(judges))
-    print("### What should be exact: the worst over all data sets and wordings\n")
+    print("### Methods that should be exact: worst case over all data sets and wordings\n")
     print("| tokenizer | assembly, method | wordings | responses | lowest coverage | mass lost |")
     print("|---|---|---:|---:|---:|---:|")
     print("\n".join(exact))
@@ -236,13 +227,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def label_of(tokenizer: str) -> str:
-    """Returns the names of a tokenizer's folder and of the template given with it."""
+    """Returns a label of a tokenizer's folder and its template."""
     folder, _, template = tokenizer.partition("@")
     return Path(folder).name + (f" with {Path(template).name}" if template else "")
 
 
 def exact_rows(label: str, found: Sequence[dict[Key, Summary]], wordings: int) -> Iterator[str]:
-    """Returns the lines of the ways that should be exact: over all data sets and wordings of one tokenizer."""
+    """Returns the lines of the methods that should be exact, over all data sets and wordings of one tokenizer."""
     for assembly, method in (
         (Assembly.IDS, AlignMethod.LEVENSHTEIN),
         (Assembly.IDS, AlignMethod.CHARACTERS),

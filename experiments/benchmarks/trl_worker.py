@@ -1,11 +1,11 @@
-"""TRL's DPOTrainer as a competitor, in an environment of its own: torch, transformers, datasets and trl only.
+"""Runs TRL's DPOTrainer as a competitor in its own environment, with only torch, transformers, datasets and trl.
 
     .venv-trl/bin/python -m experiments.benchmarks.trl_worker serve
     .venv-trl/bin/python -m experiments.benchmarks.trl_worker train '{"model": ..., "data": ..., ...}'
 
-``serve`` answers the requests of ``step.py`` on a pipe and ``fits`` those of ``gpu.py``; ``train`` is a whole run over
-one epoch, for ``pipeline.py``, or its first steps, for ``start.py``.
-Every number comes from TRL's own methods on its own batches; one buffer is made smaller, in its favour (``fit_tile``).
+``serve`` answers the requests of ``step.py`` on a pipe, ``fits`` those of ``gpu.py``. ``train`` runs one epoch for
+``pipeline.py``, or its first steps for ``start.py``. Every number comes from TRL's own methods on its own batches; one
+buffer is made smaller, in TRL's favour (``fit_tile``).
 """
 
 import gc
@@ -32,27 +32,24 @@ FIRST_STEP = "the first step begins"
 
 
 def quiet() -> None:
-    """Turns progress bars and messages below warnings off."""
+    """Turns off progress bars and messages below warnings."""
     disable_progress_bars()
     logging.set_verbosity_warning()
     logging.disable_progress_bar()
 
 
 def fit_tile(model: str) -> None:
-    """Makes TRL's buffer for logits no wider than the model's vocabulary.
+    """Shrinks TRL's logits buffer to the width of the model's vocabulary.
 
-    TRL's own is 32,768 columns wide, which an 8B model's vocabulary fills and that of a small model does not: unused
-    memory that would count against TRL. The same numbers.
+    By default it has 32,768 columns, which an 8B model's vocabulary fills but a small one does not, so the unused
+    memory would count against TRL. The numbers stay the same.
     """
     vocab = AutoConfig.from_pretrained(model).vocab_size
     utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(TILE, vocab)
 
 
 def shared_arguments(folder: str, threads: int | None) -> dict[str, Any]:
-    """Returns what a DPOConfig is given here whatever is measured.
-
-    Full precision on the CPU, no checkpointing, no reports.
-    """
+    """Returns the DPOConfig arguments of all measurements: full precision on the CPU, no checkpointing or reports."""
     if threads is not None:
         torch.set_num_threads(threads)
     return {
@@ -69,12 +66,12 @@ def shared_arguments(folder: str, threads: int | None) -> dict[str, Any]:
 
 
 def printable(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments as they are printed: without the temporary folder."""
+    """Returns the arguments for printing, without the temporary folder."""
     return {name: value for name, value in given.items() if name != "output_dir"}
 
 
 class Steps:
-    """Trainers with the reference live and precomputed, and their micro-batches."""
+    """Trainers with live and precomputed reference, and their micro-batches."""
 
     def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -90,11 +87,10 @@ class Steps:
         beta: float,
         threads: int | None,
     ) -> dict[str, Any]:
-        """Returns the arguments and versions.
+        """Builds the trainers; returns their arguments and versions.
 
-        ``batches`` hold (prompt, chosen, rejected) ids, ``texts`` the same as texts.
-
-        Raises ``ValueError`` when TRL makes other ids of the texts than those given.
+        ``batches`` hold (prompt, chosen, rejected) ids, ``texts`` the same as texts. Raises ``ValueError`` if TRL
+        tokenises the texts into other ids.
         """
         quiet()
         fit_tile(policy)
@@ -118,7 +114,7 @@ class Steps:
             made = [trainer.train_dataset[index] for index in range(len(pairs))]
             expected = [pair for batch in batches for pair in batch]
             if [[row["prompt_ids"], row["chosen_ids"], row["rejected_ids"]] for row in made] != expected:
-                raise ValueError("TRL made other token ids of the texts than those of the benchmark")
+                raise ValueError("TRL tokenised the texts into other ids than the benchmark")
             self.trainers[kind], self.batches[kind] = trainer, []
             for batch in batches:
                 self.batches[kind].append(trainer.data_collator(made[: len(batch)]))
@@ -133,16 +129,16 @@ class Steps:
             return [float(trainer.compute_loss(trainer.model, dict(batch))) for batch in self.batches[reference]]
 
     def step(self, reference: str) -> float:
-        """Seconds of forward and backward over all micro-batches."""
+        """Times forward and backward over all micro-batches."""
         return timed(lambda: self._step(reference))
 
     def memory(self, reference: str) -> int:
-        """Returns bytes held at the peak of a step beyond weights and gradients."""
+        """Returns the peak bytes of a step on top of weights and gradients."""
         self._step(reference)  # makes the gradients
         return peak(lambda: self._step(reference))
 
     def tokens(self) -> int:
-        """Returns tokens of all micro-batches, padding included."""
+        """Counts the tokens of all micro-batches, padding included."""
         return sum(batch["input_ids"].numel() for batch in self.batches[LIVE])
 
     def _step(self, reference: str) -> None:
@@ -152,7 +148,7 @@ class Steps:
 
 
 class Clock(TrainerCallback):
-    """Seconds of each optimiser step."""
+    """Callback that records the seconds of each optimizer step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -164,29 +160,29 @@ class Clock(TrainerCallback):
         self.start = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Notes the time."""
+        """Records the time."""
         settle()
         self.seconds.append(time.perf_counter() - self.start)
 
 
 def settle() -> None:
-    """Waits until a GPU has done what it was given."""
+    """Waits until the GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 class Sorted(DPOTrainer):
-    """TRL's trainer on its data in the order given."""
+    """TRL's trainer with its data in the given order."""
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)
 
 
 class Fits:
-    """TRL's optimiser steps at a model's size: random weights, one trainer after the other on the same model."""
+    """TRL's optimizer steps at a model's size: random weights, one trainer after the other on the same model."""
 
     def load(self, folder: str, dtype: str, seed: int, threads: int | None) -> dict[str, Any]:
-        """Makes a model of a folder's config on the GPU, if there is one."""
+        """Makes a model from a folder's config, on the GPU if there is one."""
         quiet()
         self.cuda, self.given = torch.cuda.is_available(), shared_arguments("", threads)
         torch.manual_seed(seed)
@@ -198,9 +194,9 @@ class Fits:
         return {"versions": versions()}
 
     def fit(self, texts: list[list[str]], micro: int, checkpointing: bool, beta: float, steps: int) -> dict[str, Any]:
-        """Seconds of optimiser steps over all ``texts`` (prompt, chosen, rejected), in their order, and bytes held.
+        """Times optimizer steps over all ``texts`` (prompt, chosen, rejected) in order; returns seconds and peak bytes.
 
-        The reference's sums are made beforehand. SGD stands for AdamW, which would not fit: in TRL's favour.
+        The reference's sums are precomputed. SGD replaces AdamW, which would not fit; this favours TRL.
         """
         disable = getattr(self.model, "activation_checkpointing_disable", None)
         (disable or self.model.gradient_checkpointing_disable)()
@@ -258,9 +254,9 @@ def train(
     steps: int = -1,
     cache: str | None = None,
 ) -> dict[str, Any]:
-    """Returns one epoch of plain DPO with a live reference: seconds after the imports, tokens of the data, arguments.
+    """Runs one epoch of plain DPO with a live reference; returns seconds after the imports, token counts and arguments.
 
-    ``steps`` ends it earlier; ``cache``: the folder that keeps the tokenised rows. Says when the first step begins.
+    ``steps`` ends it earlier. ``cache``: folder for tokenised rows. Prints a mark when the first step begins.
     """
     start = time.perf_counter()
     quiet()
@@ -306,7 +302,7 @@ def train(
 
 
 def main() -> None:
-    """Serves, trains, or only imports, as the first argument says."""
+    """Serves, trains, or only imports, depending on the first argument."""
     what, *details = sys.argv[1:]
     if what == "serve":
         steps = Steps()

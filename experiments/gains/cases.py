@@ -1,8 +1,8 @@
-"""Gain of judge weights over uniform weights in finished studies, and what could be known of it before training.
+"""Collects the gains of judge weights over uniform weights in finished studies, and numbers known before training.
 
-Arms are told by what they are configured as, never by name: TwDPO in its plain form, whose weights are a judge's
-attention as it is read, beside the same with uniform weights, which is DPO. ``cases.json`` holds what a report found:
-studies that ran elsewhere are read from it without their folders.
+Arms are recognised by their configuration, never by name: plain TwDPO with a judge's untransformed attention, and the
+same with uniform weights, which is DPO. ``cases.json`` stores the cases of a report, so that studies that ran elsewhere
+can be used without their folders.
 """
 
 import math
@@ -32,10 +32,10 @@ from attnpo.weights.sources.uniform import Uniform
 
 FILE = "cases.json"
 SOURCE, OBJECTIVE, NOISE = "weights._target_", "objective._target_", "prepare.pairs.label_noise"
-# Where the arms of a comparison may differ beside their weights: axes of the grid, and how weights reach the tokens.
+# Keys in which compared arms may differ besides their weights: axes of the grid, and alignment.
 FREE = (SOURCE, LR, BETA, "align.method", "objective.length_from")
-OF_LENGTH = ("beta", "length_scale", "length_from")  # fields of TwDPO in which its plain forms differ
-# Known before training, by its place in a run's inputs; derived from them; and from the study's faithfulness analysis.
+OF_LENGTH = ("beta", "length_scale", "length_from")  # fields that may vary in plain TwDPO
+# Numbers known before training, by their place in a run's inputs.
 AGREEMENT, SHARE, LENGTH = "agreement with labels", "effective share", "response length"
 INPUTS = {
     AGREEMENT: ("judge", "pair_accuracy"),
@@ -54,9 +54,10 @@ Measured = dict[int | str, tuple[float, float]]  # faithfulness and true mass, b
 
 @dataclass
 class Harvest:
-    """Cases of all studies as they are found, some of them in several.
+    """Collected cases of all studies; a case may occur in several studies.
 
-    ``names``: of worlds, by the digest of their settings. ``lost``: how many could not be compared, by reason.
+    ``names``: names of worlds by digest of their settings. ``lost``: counts of cases that could not be compared, by
+    reason.
     """
 
     found: list[dict[str, object]] = field(default_factory=list)
@@ -64,44 +65,46 @@ class Harvest:
     lost: Counter[str] = field(default_factory=Counter)
 
     def add(self, key: str, world: str, seed: int, group: str, gain: float, known: Mapping[str, float]) -> None:
-        """Adds a case; one that is there already only gains what it did not know."""
+        """Adds a case. A repeated case only fills in numbers that were unknown so far."""
         self.found.append({"key": key, "world": world, "seed": seed, "group": group, "gain": gain, **known})
 
     def cases(self) -> pandas.DataFrame:
-        """Returns every case once, by its key, with a column per number, NaN where it is not known."""
+        """Returns one row per case by key, with one column per number, NaN if unknown."""
         frame = pandas.DataFrame(self.found, columns=["key", "world", "seed", "group", "gain", *NUMBERS])
         return frame.astype(dict.fromkeys(("gain", *NUMBERS), float)).groupby("key", sort=False).first()
 
 
-def collect(study: StudyResults, name: str, level: float, harvest: Harvest) -> list[str]:
-    """Adds every case of a study to ``harvest``; returns what must be said of it."""
+def collect_study_cases(study: StudyResults, name: str, level: float, harvest: Harvest) -> list[str]:
+    """Adds every case of a study to ``harvest``; returns notes."""
     arms: dict[str, Record] | None = study.record.get("arms")
     if arms is None:
         raise UserError(
             f"{study.path}/{RECORD}: expected the configs of the study's arms; run the study's command again"
         )
-    measured, notes = analyses_in(study.path)
-    for label, control in comparisons(arms):
+    measured, notes = read_analyses(study.path)
+    for label, control in arms_to_compare(arms):
         mine, other = ([one[:2] for one in study.finished_points(arm)] for arm in (label, control))
-        settings = with_paths(arms[control])
+        settings = numeric_settings(arms[control])
         base = digest({key: value for key, value in settings.items() if key not in (LR, BETA)})
         for seed in sorted({point.seed for point, _ in mine}):
             one, control_one = ([run for run in runs if run[0].seed == seed] for runs in (mine, other))
-            reason, gain = gain_at(one, control_one, level)
+            reason, gain = gain_at_kl(one, control_one, level)
             if reason:
                 harvest.lost[reason] += 1
                 continue
             point, result = one[0]
             place = f"{name}: {point.arm.world}" if point.arm.world else name
-            known = known_before(result, arms[label], measured.get((safe_filename(point.arm.world), seed), {}))
+            known = numbers_before_training(
+                result, arms[label], measured.get((safe_filename(point.arm.world), seed), {})
+            )
             grids = [sorted(point.values for point, _ in runs) for runs in (one, control_one)]
-            key = digest({"arm": with_paths(arms[label]), "base": base, "grids": grids, "seed": seed})
+            key = digest({"arm": numeric_settings(arms[label]), "base": base, "grids": grids, "seed": seed})
             harvest.add(key, harvest.names.setdefault(base, place), seed, f"{place}, seed {seed}", gain, known)
     return notes
 
 
-def comparisons(arms: Mapping[str, Record]) -> Iterator[tuple[str, str]]:
-    """Yields the arms of judge weights, each with the arm of uniform weights from which it differs in these alone."""
+def arms_to_compare(arms: Mapping[str, Record]) -> Iterator[tuple[str, str]]:
+    """Yields each arm of judge weights with the arm of uniform weights that differs from it only in the weights."""
     plain = {label: record for label, record in arms.items() if is_plain(record)}
     uniform = [label for label, record in plain.items() if is_class(record[SOURCE], Uniform)]
     for label, record in plain.items():
@@ -110,8 +113,8 @@ def comparisons(arms: Mapping[str, Record]) -> Iterator[tuple[str, str]]:
             yield from ((label, one) for one in same[:1])
 
 
-def with_paths(record: Record) -> dict[str, object]:
-    """Returns what decides an arm's numbers, equal whichever version wrote it and whether drift was measured or not."""
+def numeric_settings(record: Record) -> dict[str, object]:
+    """Returns the settings that affect an arm's numbers, whichever version wrote them, without drift settings."""
     return {
         key: value
         for key, value in flatten_with_classes(record).items()
@@ -120,10 +123,10 @@ def with_paths(record: Record) -> dict[str, object]:
 
 
 def is_plain(record: Record) -> bool:
-    """Returns whether an arm trains by TwDPO without anything added to it, on weights as they are read."""
+    """Returns whether an arm uses plain TwDPO, without extra terms, on untransformed weights."""
     transformed = any(key.startswith("transforms.") for key in record)
     values = {f"objective.{item.name}": item.default for item in fields(TwDPO) if item.name not in OF_LENGTH}
-    plain = all(record.get(key, _plain(value)) == _plain(value) for key, value in values.items())
+    plain = all(record.get(key, _plain_value(value)) == _plain_value(value) for key, value in values.items())
     return is_class(record.get(OBJECTIVE), TwDPO) and SOURCE in record and plain and not transformed
 
 
@@ -131,21 +134,21 @@ def _only_weights_differ(one: Record, other: Record) -> bool:
     return all(one[key] == other[key] for key in one.keys() & other.keys() if key not in FREE)
 
 
-def _plain(value: object) -> object:
+def _plain_value(value: object) -> object:
     return value.value if isinstance(value, Enum) else value
 
 
 def is_class(value: object, *classes: type) -> bool:
-    """Tells whether an arm's component is one of ``classes``, whichever version wrote its record."""
+    """Returns whether an arm's component is one of ``classes``, whichever version wrote its record."""
     return component_class(value) in {one.__name__ for one in classes}
 
 
-def gain_at(
+def gain_at_kl(
     mine: Sequence[tuple[Point, RunResult]], control: Sequence[tuple[Point, RunResult]], level: float
 ) -> tuple[str, float]:
-    """Returns the test reward less the control's at a KL level, each on its own path.
+    """Returns the test reward minus the control's at a KL level, each interpolated over its own grid points.
 
-    Or the reason why there is none.
+    The first value is "", or else the reason why there is no gain.
     """
     places = []
     for whose, runs in (("the arm", mine), ("the control", control)):
@@ -162,54 +165,48 @@ def gain_at(
 # ------------------------------------------------------------------------------------------------ what is known
 
 
-def known_before(result: RunResult, record: Record, measured: Measured) -> dict[str, float]:
-    """Returns what a user could know of an arm before training, and what the testbed alone knows.
-
-    NaN where nobody does.
-    """
+def numbers_before_training(result: RunResult, record: Record, measured: Measured) -> dict[str, float]:
+    """Returns the numbers of an arm that a user or only the testbed knows before training; NaN if unknown."""
     known = {name: result.input(*place) for name, place in INPUTS.items()}
     known[LENGTH] = sum(result.input("train", f"tokens.{side}.p50") for side in ("chosen", "rejected")) / 2
     known[EFFECTIVE] = known[SHARE] * known[LENGTH]
-    known[FAITHFUL], known[TRUE_MASS] = measured.get(_row_of(record), (math.nan, math.nan))
+    known[FAITHFUL], known[TRUE_MASS] = measured.get(_analysis_row(record), (math.nan, math.nan))
     noise = record.get(NOISE)
     known[TRUE_NOISE] = float(noise) if isinstance(noise, int | float) else math.nan
     return known
 
 
-def _row_of(record: Record) -> int | str:
-    """Returns what an analysis calls an arm's weights: the layer, or the rollout.
-
-    Empty for several layers or chosen heads.
-    """
+def _analysis_row(record: Record) -> int | str:
+    """Returns the name of an arm's weights in an analysis: the layer or the rollout; "" for several layers or heads."""
     layer = record.get("weights.layer")
     if is_class(record[SOURCE], Rollout):
         return ROLLOUT
     return "" if record.get("weights.layers") or record.get("weights.heads") or not isinstance(layer, int) else layer
 
 
-def analyses_in(folder: Path) -> tuple[dict[tuple[str, int], Measured], list[str]]:
-    """Returns what a study measured before training by world (as files name it) and seed, and what must be said of it.
+def read_analyses(folder: Path) -> tuple[dict[tuple[str, int], Measured], list[str]]:
+    """Reads a study's faithfulness analyses by world (as named in files) and seed; returns them with notes.
 
-    Of several measures of a world and seed, which other versions or settings leave, the newest counts.
+    If other versions or settings left several analyses of a world and seed, the newest counts.
     """
     out: dict[tuple[str, int], Measured] = {}
     twice = set()
     for path in sorted((folder / ANALYSES).glob("*.json"), key=lambda path: path.stat().st_mtime):
         named = re.fullmatch(r"[^-]+(?:-(.+))?-seed(\d+)-[0-9a-f]{16}", path.stem)
-        measured = None if named is None else _faithfulness_in(path)
+        measured = None if named is None else _read_faithfulness(path)
         if named is None or measured is None:
             continue
         place = (named[1] or "", int(named[2]))
         twice |= {place} & out.keys()
         out[place] = measured
     notes = [
-        f"{folder.name}: several measures of faithfulness, the newest taken: {f'{world}, ' if world else ''}seed {seed}"
+        f"{folder.name}: several faithfulness analyses, using the newest: {f'{world}, ' if world else ''}seed {seed}"
         for world, seed in sorted(twice)
     ]
     return out, notes
 
 
-def _faithfulness_in(path: Path) -> Measured | None:
+def _read_faithfulness(path: Path) -> Measured | None:
     """Reads score and true mass by layer or name; None for a damaged file or another kind of analysis."""
     try:
         return {
@@ -227,7 +224,7 @@ def _faithfulness_in(path: Path) -> Measured | None:
 
 
 def write_cases(path: Path, level: float, harvest: Harvest) -> None:
-    """Writes all cases at KL ``level``, with a digest of the whole; the keys of cases and worlds say what made them."""
+    """Writes all cases at KL ``level`` with a checksum; keys of cases and worlds are digests of their settings."""
     worlds = {name: key for key, name in harvest.names.items()}
     cases = {
         str(key): {
@@ -242,20 +239,16 @@ def write_cases(path: Path, level: float, harvest: Harvest) -> None:
 
 
 def read_cases(path: Path, level: float, harvest: Harvest) -> None:
-    """Adds the cases of a file to ``harvest``; a world it knows already keeps its name there.
+    """Adds the cases of a file to ``harvest``; known worlds keep their names.
 
-    UserError for a file that another KL level made, that has changed since it was written, or that is none.
+    Raises UserError for a file of another KL level, or one that is damaged or not a case file.
     """
     content = read_record(path)
     if content is None or not {"level", "worlds", "cases", "lost"} <= content.keys():
-        raise UserError(
-            f"{path}: expected the {FILE} of an earlier report, unchanged since; make it again from the studies"
-        )
+        raise UserError(f"{path}: expected the unchanged {FILE} of an earlier report; write it again from the studies")
     made_at = content["level"]
     if made_at != level:
-        raise UserError(
-            f"{path}: expected cases at KL {level:g}, it has those at KL {made_at:g}; give --kl {made_at:g}"
-        )
+        raise UserError(f"{path}: expected cases at KL {level:g}, but they are at KL {made_at:g}; use --kl {made_at:g}")
     taken = set(harvest.names.values())
     for key, name in content["worlds"].items():
         harvest.names.setdefault(key, name if name not in taken else f"{name} ({key[:6]})")

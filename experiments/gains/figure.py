@@ -1,4 +1,4 @@
-"""Figure of gains against numbers that were known before training: a panel per number, a colour per world."""
+"""Figure of gains against numbers known before training: one panel per number, one colour per world."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from attnpo.display.look import COLOURS, INK, MARKERS, add_legend, label_axes, n
 
 @styled
 def draw_gains(cases: pandas.DataFrame, names: Sequence[str], path: Path, *, ylabel: str, title: str) -> Path:
-    """Draws the gains over each number, with a dotted line at 0 and one legend for all, and returns the PNG's path."""
+    """Draws the gains against each number, with a dotted line at 0 and a shared legend; returns the PNG's path."""
     figure = new_figure(4.6 * len(names) + 2.2, 4.2)
     known = cases[cases[[*names]].notna().any(axis=1)]
     for place, name in enumerate(names):

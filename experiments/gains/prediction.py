@@ -1,9 +1,9 @@
-"""Can a number that is known before training tell what comes of it: rank correlations and predictions over worlds.
+"""Rank correlations of numbers known before training with the gain, and predictions across worlds.
 
-``cases`` is a frame with a row per training run: ``world``, ``seed``, ``group`` (the cases among which a user would
-choose, such as the layers of one judge), ``gain``, and a column per number, NaN where it was not known. Cases of one
-world share data and judge, cases of one seed have more in common in all worlds: both are resampled whole, and worlds
-are what is left out.
+``cases`` is a frame with one row per training run: ``world``, ``seed``, ``group`` (alternatives among which a user
+would choose, such as the layers of one judge), ``gain``, and one column per number, NaN if unknown. Cases of one world
+share data and judge, and cases of one seed are related across worlds, so both are resampled as a whole. Predictions
+leave out whole worlds.
 """
 
 import math
@@ -17,17 +17,17 @@ from jaxtyping import Bool, Float, Int
 from attnpo.evaluation.intervals import Interval, tied_ranks, widened_tail
 
 DRAWS = 2000
-WORLDS_TO_FIT = 3  # the fewest of which one can be left out: a line through a single world tells nothing of worlds
+WORLDS_TO_FIT = 3  # minimum for leaving one out: a line through a single world says nothing about worlds
 
-Rows = Int[np.ndarray, "_"]  # of any number each
+Rows = Int[np.ndarray, "_"]
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Predictions of every world from the others: the share of gains whose sign is ``right``.
+    """Quality of predictions of every world from the others.
 
-    ``majority``: the share that one sign for all cases gets right. ``correlation``: Spearman's, of predicted and
-    measured gains.
+    ``right``: share of gains with the right sign. ``majority``: the same share with one sign for all cases.
+    ``correlation``: Spearman's, between predicted and measured gains.
     """
 
     right: float
@@ -40,13 +40,13 @@ class HeldOut:
         return self.right > self.majority
 
 
-def with_numbers(cases: pandas.DataFrame, *names: str) -> pandas.DataFrame:
-    """Returns the cases of which all of these numbers were known."""
+def cases_with_numbers(cases: pandas.DataFrame, *names: str) -> pandas.DataFrame:
+    """Returns the cases in which all the named numbers are known."""
     return cases[np.isfinite(cases[[*names]]).all(axis=1)]
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns Spearman's correlation of what is finite in both; NaN for fewer than three, or where one is constant."""
+    """Returns Spearman's correlation of the pairs finite in both; NaN for fewer than three, or if one is constant."""
     both = [pair for pair in zip(first, second, strict=True) if all(map(math.isfinite, pair))]
     if len(both) < 3:
         return math.nan
@@ -56,28 +56,30 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     return float(np.corrcoef(one, two)[0, 1])
 
 
-def over_worlds(cases: pandas.DataFrame, name: str) -> Interval:
-    """Returns Spearman's correlation of a number with the gain, over all cases that have it; see ``clustered``."""
-    cases = with_numbers(cases, name)
+def correlation_over_worlds(cases: pandas.DataFrame, name: str) -> Interval:
+    """Returns Spearman's correlation of a number with the gain over all cases; see ``cluster_bootstrap``."""
+    cases = cases_with_numbers(cases, name)
     values, gains = cases[name].to_numpy(float), cases["gain"].to_numpy(float)
-    return clustered(_nested(cases), lambda rows: rank_correlation(values[rows].tolist(), gains[rows].tolist()))
+    return cluster_bootstrap(
+        _rows_by_world(cases), lambda rows: rank_correlation(values[rows].tolist(), gains[rows].tolist())
+    )
 
 
-def within_groups(cases: pandas.DataFrame, name: str) -> Interval:
-    """Returns the mean over groups of Spearman's correlation within each; groups that have none are left out."""
-    groups = with_numbers(cases, name).groupby("group", sort=False)
+def correlation_within_groups(cases: pandas.DataFrame, name: str) -> Interval:
+    """Returns the mean over groups of Spearman's correlation within each; skips groups where it is undefined."""
+    groups = cases_with_numbers(cases, name).groupby("group", sort=False)
     found = [rank_correlation(one[name].tolist(), one["gain"].tolist()) for _, one in groups]
     first = groups.head(1).assign(within=found).dropna(subset="within")
     means = first["within"].to_numpy(float)
-    return clustered(_nested(first), lambda rows: float(means[rows].mean()) if len(rows) else math.nan)
+    return cluster_bootstrap(_rows_by_world(first), lambda rows: float(means[rows].mean()) if len(rows) else math.nan)
 
 
-def clustered(nested: Sequence[Mapping[int, Rows]], statistic: Callable[[Rows], float]) -> Interval:
-    """Returns ``statistic`` with a percentile interval from resampling worlds, and seeds for all worlds alike.
+def cluster_bootstrap(nested: Sequence[Mapping[int, Rows]], statistic: Callable[[Rows], float]) -> Interval:
+    """Computes ``statistic`` with a percentile interval from resampling worlds, and seeds jointly for all worlds.
 
-    ``nested``: the row numbers by world and seed, which stay together; ``seeds`` of the interval counts the latter,
-    ``prompts`` the rows. The percentiles are widened for few worlds. A resample in which the statistic is NaN (nothing
-    varies) counts as 0.
+    ``nested``: row numbers by world and seed, which stay together. In the result, ``seeds`` counts the world-seeds and
+    ``prompts`` the rows. The percentiles are widened for few worlds. A resample with an undefined (NaN) statistic
+    counts as 0.
     """
     seeds = [rows for world in nested for rows in world.values()]
     every = np.concatenate(seeds) if seeds else np.array([], dtype=int)
@@ -97,18 +99,18 @@ def clustered(nested: Sequence[Mapping[int, Rows]], statistic: Callable[[Rows], 
     return Interval(value, float(low), float(high), *counts)
 
 
-def _nested(cases: pandas.DataFrame) -> list[dict[int, Rows]]:
+def _rows_by_world(cases: pandas.DataFrame) -> list[dict[int, Rows]]:
     """Returns the row numbers of the cases by world, then seed."""
     worlds = cases.reset_index(drop=True).groupby("world", sort=False)
     return [{int(seed): rows.index.to_numpy() for seed, rows in world.groupby("seed")} for _, world in worlds]
 
 
-def held_out(cases: pandas.DataFrame, *names: str) -> HeldOut | None:
-    """Predicts every world from a line fitted to the ranks of all others, by least squares, in the named numbers.
+def predict_held_out(cases: pandas.DataFrame, *names: str) -> HeldOut | None:
+    """Predicts every world from the others, by a least-squares line in the ranks of the named numbers.
 
-    None where fewer than three worlds have them, or one of them never varies.
+    Returns None if fewer than three worlds have the numbers, or if one of them is constant.
     """
-    cases = with_numbers(cases, *names)
+    cases = cases_with_numbers(cases, *names)
     worlds, gains = cases["world"].to_numpy(), cases["gain"].to_numpy(float)
     columns = [cases[name].to_numpy(float) for name in names]
     if len(set(worlds)) < WORLDS_TO_FIT or any(np.ptp(column) == 0 for column in columns):
@@ -125,23 +127,25 @@ def held_out(cases: pandas.DataFrame, *names: str) -> HeldOut | None:
 def _predict(
     columns: Sequence[Float[np.ndarray, " cases"]], gains: Float[np.ndarray, " cases"], out: Bool[np.ndarray, " cases"]
 ) -> tuple[Float[np.ndarray, " held"], Bool[np.ndarray, " held"]]:
-    """Returns the predicted ranks (0 to 1) of the gains left ``out``, and whether each is above 0.
+    """Returns the predicted ranks (0 to 1) of the gains left ``out``, and whether each predicted gain is above 0.
 
-    Ranks are places among the other cases, so that they mean the same whatever is left out.
+    Ranks are relative to the other cases, so that they are comparable whatever is left out.
     """
     others = gains[~out]
     known, asked = (
-        np.stack([np.ones(int(here.sum())), *(_places(one[~out], one[here]) - 0.5 for one in columns)], axis=1)
+        np.stack([np.ones(int(here.sum())), *(_midranks(one[~out], one[here]) - 0.5 for one in columns)], axis=1)
         for here in (~out, out)
-    )  # centred, so that a number which is the same in all others has no slope
-    line, *_ = np.linalg.lstsq(known, _places(others, others), rcond=None)
-    ranks = np.round(asked @ line, 9)  # equal predictions stay equal: what differs by rounding would have an order
+    )  # centred, so that a number that is constant in the others has no slope
+    line, *_ = np.linalg.lstsq(known, _midranks(others, others), rcond=None)
+    ranks = np.round(asked @ line, 9)  # keeps ties: predictions that differ only by rounding stay equal
     ordered = np.sort(others)
-    return ranks, np.interp(ranks, _places(others, ordered), ordered) > 0
+    return ranks, np.interp(ranks, _midranks(others, ordered), ordered) > 0
 
 
-def _places(reference: Float[np.ndarray, " others"], values: Float[np.ndarray, " held"]) -> Float[np.ndarray, " held"]:
-    """Returns the share of ``reference`` below each value, equal ones counted half."""
+def _midranks(
+    reference: Float[np.ndarray, " others"], values: Float[np.ndarray, " held"]
+) -> Float[np.ndarray, " held"]:
+    """Returns the share of ``reference`` below each value; ties count one half."""
     ordered = np.sort(reference)
     ends = np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")
     return np.asarray(ends / (2 * len(ordered)), dtype=float)

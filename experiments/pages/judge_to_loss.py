@@ -1,12 +1,13 @@
-"""Numbers and the picture of docs/judge_prompts.md: one pair on its way from the judge's prompt to the loss.
+"""Generates the numbers and the figure of docs/judge_prompts.md: one pair from the judge's prompt to the loss.
 
     python -m experiments.pages.judge_to_loss
     python -m experiments.pages.judge_to_loss --folder F KEY=VALUE ...
 
-writes docs/judge_to_loss.json, its picture (.svg) and the page's block; or into F, with overrides of attnpo.fit.
+The first command writes docs/judge_to_loss.json, the figure (.svg) and the block in the page. The second one writes
+into F and takes overrides of attnpo.fit.
 
-The pair is the shortest of the first 64 validation pairs. So that log-ratios are not all 0, the policy takes ten
-optimiser steps on this pair alone. About ten seconds on a laptop once the testbed is prepared.
+The pair is the shortest of the first 64 validation pairs. The policy takes ten optimizer steps on this pair alone, so
+that log-ratios are not all 0. Takes about ten seconds on a laptop once the testbed is prepared.
 """
 
 import argparse
@@ -43,11 +44,11 @@ STEPS = 10
 PAIRS = 64
 Record = Mapping[str, Json]
 
-# ------------------------------------------------------------------------------------------------ the numbers
+# ------------------------------------------------------------------------------------------------ numbers
 
 
-def record_of(overrides: Sequence[str]) -> Record:
-    """Returns everything the page shows of one pair, rounded to six digits."""
+def build_record(overrides: Sequence[str]) -> Record:
+    """Computes everything the page shows about one pair, rounded to six digits."""
     asked = ["experiment=none", "weights=attention", f"data.train_rows={PAIRS}", f"data.val_rows={PAIRS}"]
     cfg, base, readers, _ = resolve(load("fit", [*asked, *overrides]))
     inputs = read_inputs(cfg, base, readers)
@@ -60,13 +61,15 @@ def record_of(overrides: Sequence[str]) -> Record:
         "question": pair.prompt[-1]["content"],
         "layer": inputs.weighed.source.rows_to_read()[0],
         "layers": int(inputs.weighed.depth),
-        "prompts": _prompts(inputs, readers.make_judge(), pair),
-        **_trained(inputs, base.spec, base.tokenizer.pad_token_id or 0, cfg.objective, cfg.optimizer.lr, example, pair),
+        "prompts": _describe_prompts(inputs, readers.make_judge(), pair),
+        **_train_and_describe(
+            inputs, base.spec, base.tokenizer.pad_token_id or 0, cfg.objective, cfg.optimizer.lr, example, pair
+        ),
     }
 
 
-def _prompts(inputs: Inputs, judge: RunJudge, pair: PreferencePair) -> list[Json]:
-    """Returns text, verdict and share of attention on the responses of both rounds."""
+def _describe_prompts(inputs: Inputs, judge: RunJudge, pair: PreferencePair) -> list[Json]:
+    """Returns the text, verdict, and attention on the responses for both rounds."""
     captured = inputs.weighed.source.select(inputs.weighed.captured[pair.pair_id], inputs.weighed.layers)
     shown: list[Json] = []
     for prompt, heard in zip(judge.prompts.build(pair), captured.rounds, strict=True):
@@ -76,14 +79,14 @@ def _prompts(inputs: Inputs, judge: RunJudge, pair: PreferencePair) -> list[Json
             {
                 "text": judge.tokenizer.decode(prompt.input_ids),
                 "chosen_is": judge.settings.labels[0 if prompt.chosen_is_a else 1],
-                "says_a": None if logits is None else _short(torch.softmax(logits.double(), 0)[0]),
-                "on_responses": _short(on_responses),
+                "says_a": None if logits is None else _round(torch.softmax(logits.double(), 0)[0]),
+                "on_responses": _round(on_responses),
             }
         )
     return shown
 
 
-def _trained(
+def _train_and_describe(
     inputs: Inputs,
     spec: ModelSpec,
     pad: int,
@@ -92,7 +95,7 @@ def _trained(
     example: TrainingExample,
     pair: PreferencePair,
 ) -> dict[str, Json]:
-    """Returns tokens, rows, weights and log-ratios of both responses, and the loss before and after the steps."""
+    """Trains on the pair; returns tokens, attention, weights and log-ratios of both responses, and losses."""
     loaded = load_model(spec.path, dtype="float32", revision=spec.revision).to(inference_device("cpu"))  # type: ignore[arg-type]
     reference, policy = ScoredLM(loaded).eval(), ScoredLM(copy.deepcopy(loaded)).eval()
     batch = collate([replace(example, reference_logps=None)], padded_layout, pad, 1)
@@ -123,7 +126,7 @@ def _trained(
             "rounds": [_numbers(heard.side(side).weights[0]) for heard in captured.rounds],
             "weights": _numbers(example.weights[place]),
             "length": example.lengths[place],
-            "coverage": _short(example.coverage[place]),
+            "coverage": _round(example.coverage[place]),
             "ratios": _numbers(ratios[place, :count]),
         }
     return {
@@ -131,27 +134,27 @@ def _trained(
         "steps": STEPS,
         "lr": lr,
         **sides,
-        "rewards": [_short(after.chosen_rewards[0]), _short(after.rejected_rewards[0])],
-        "plain_rewards": [_short(plain.chosen_rewards[0]), _short(plain.rejected_rewards[0])],
-        "loss_before": _short(math.log(2)),
-        "loss": _short(after.losses[0]),
-        "plain_loss": _short(plain.losses[0]),
+        "rewards": [_round(after.chosen_rewards[0]), _round(after.rejected_rewards[0])],
+        "plain_rewards": [_round(plain.chosen_rewards[0]), _round(plain.rejected_rewards[0])],
+        "loss_before": _round(math.log(2)),
+        "loss": _round(after.losses[0]),
+        "plain_loss": _round(plain.losses[0]),
     }
 
 
-def _short(value: float | torch.Tensor) -> float:
+def _round(value: float | torch.Tensor) -> float:
     return round(float(value), 6)
 
 
 def _numbers(row: torch.Tensor) -> list[Json]:
-    return [_short(value) for value in row]
+    return [_round(value) for value in row]
 
 
-# ------------------------------------------------------------------------------------------------ the page's block
+# ------------------------------------------------------------------------------------------------ page
 
 
-def block(record: Record) -> str:
-    """Returns what the page has between its two marks: the prompt as it was given, and the sums as they come out."""
+def page_block(record: Record) -> str:
+    """Returns the text between the page's two markers: the judge's prompt, and the resulting rewards and losses."""
     first, second = record["prompts"]
     rewards, plain = record["rewards"], record["plain_rewards"]
     sums = [sum(record[side]["weights"]) for side in SIDES]
@@ -189,14 +192,14 @@ def _row(name: str, rewards: Sequence[float], loss: float) -> str:
     return f"| {name} | {rewards[0]:.4f} | {rewards[1]:.4f} | {rewards[0] - rewards[1]:.4f} | {loss:.4f} |"
 
 
-def placed(page: str, text: str) -> str:
-    """Returns the page with ``text`` between its marks."""
+def insert_block(page: str, text: str) -> str:
+    """Inserts ``text`` between the page's markers."""
     return re.sub(
         r"(<!-- made -->\n).*?(<!-- /made -->)", lambda marks: f"{marks[1]}{text}\n{marks[2]}", page, flags=re.S
     )
 
 
-# ------------------------------------------------------------------------------------------------ the picture
+# ------------------------------------------------------------------------------------------------ figure
 
 CELL, LINE, LABEL, PER_LINE = 68, 22, 150, 10
 STYLE = """
@@ -220,11 +223,8 @@ TOLD = (
 )
 
 
-def svg(record: Record) -> str:
-    """Returns the picture: for each response its tokens, both rounds' attention, the weight, the log-ratio.
-
-    Then the loss.
-    """
+def draw_svg(record: Record) -> str:
+    """Draws each response's tokens with both rounds' attention, weights and log-ratios, and the loss below."""
     parts = [f'<text class="title" x="16" y="28">{TITLE}</text>']
     y = 28
     for words in (f"The prompt: {record['question']}", *TOLD):
@@ -232,7 +232,7 @@ def svg(record: Record) -> str:
         parts.append(f'<text class="note" x="16" y="{y}">{escape(words)}</text>')
     y += LINE + 14
     for side in SIDES:
-        y = _side(parts, record, side, y) + 18
+        y = _draw_response(parts, record, side, y) + 18
     first, second = record["rewards"]
     for words in (
         f"reward of a response = beta |y| \u03a3 a d:  chosen {first:+.4f}, rejected {second:+.4f}",
@@ -249,8 +249,8 @@ def svg(record: Record) -> str:
     )
 
 
-def _side(parts: list[str], record: Record, side: str, y: int) -> int:
-    """Draws one response from height ``y`` and returns the height below it."""
+def _draw_response(parts: list[str], record: Record, side: str, y: int) -> int:
+    """Draws one response at height ``y``; returns the height below it."""
     shown = record[side]
     letters = " and ".join(
         f"{'A' if (prompt['chosen_is'] == 'A') == (side == 'chosen') else 'B'} in order {place}"
@@ -275,45 +275,45 @@ def _side(parts: list[str], record: Record, side: str, y: int) -> int:
             parts.append(f'<text class="note" x="16" y="{y}">{name}</text>')
             largest = max(map(abs, values)) or 1.0
             for place, value in enumerate(values[start : start + PER_LINE]):
-                parts.append(_cell(LABEL + place * CELL, y, value, largest, colour, form))
+                parts.append(_draw_cell(LABEL + place * CELL, y, value, largest, colour, form))
         y += LINE + 12
         x = LABEL + PER_LINE * CELL
         parts.append(f'<line class="grid" x1="16" y1="{y - 24}" x2="{x}" y2="{y - 24}"/>')
     return y
 
 
-def _cell(x: int, y: int, value: float, largest: float, colour: str, form: str) -> str:
+def _draw_cell(x: int, y: int, value: float, largest: float, colour: str, form: str) -> str:
     kind = colour if colour == "w" else "up" if value > 0 else "down"
     strength = 0.75 * abs(value) / largest
     return (
         f'<rect class="{kind}" x="{x + 1}" y="{y - 15}" width="{CELL - 2}" height="{LINE - 2}" '
         f'fill-opacity="{strength:.2f}"/>'
-        f'<text x="{x + CELL / 2}" y="{y}" text-anchor="middle">{_digits(value, form)}</text>'
+        f'<text x="{x + CELL / 2}" y="{y}" text-anchor="middle">{_format_number(value, form)}</text>'
     )
 
 
-def _digits(value: float, form: str) -> str:
-    """Returns the number; what rounds to 0 has no sign."""
+def _format_number(value: float, form: str) -> str:
+    """Formats a number; zeros have no sign."""
     found = form.format(value)
     return found if float(found) else found.lstrip("+-")
 
 
-# ------------------------------------------------------------------------------------------------ the command
+# ------------------------------------------------------------------------------------------------ command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes record, picture and, beside the page, its block."""
+    """Writes the record and the figure, and updates the page if it is in the folder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--folder", type=Path, default=DOCS)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as of attnpo.fit")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides, as for attnpo.fit")
     given = parser.parse_args(argv)
     with log_to_terminal():
-        record = record_of(given.overrides)
+        record = build_record(given.overrides)
         write_atomically(given.folder / f"{NAME}.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-        write_atomically(given.folder / f"{NAME}.svg", svg(record))
+        write_atomically(given.folder / f"{NAME}.svg", draw_svg(record))
         page = given.folder / "judge_prompts.md"
         if page.is_file():
-            write_atomically(page, placed(page.read_text(encoding="utf-8"), block(record)))
+            write_atomically(page, insert_block(page.read_text(encoding="utf-8"), page_block(record)))
     return 0
 
 

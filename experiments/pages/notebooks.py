@@ -1,11 +1,11 @@
 """Executes the notebooks and writes them back with their outputs.
 
     python -m experiments.pages.notebooks                 all of them, as `make notebooks` does
-    python -m experiments.pages.notebooks 06_theory ...   some
+    python -m experiments.pages.notebooks 06_theory ...   some of them
 
-One kernel runs them all, one after the other with a clean slate each, in a folder of its own, so that libraries are
-loaded once. What differs from one execution to the next and tells nothing (times, counters, places in memory) is left
-out. ATTNPO_OVERRIDES names another world than the testbed, ATTNPO_CACHE another store.
+One kernel runs all notebooks in a temporary folder, clearing its state in between, so that libraries are loaded only
+once. Outputs that differ between executions without meaning (times, counters, memory addresses) are removed.
+ATTNPO_OVERRIDES selects another world than the testbed, ATTNPO_CACHE another store.
 """
 
 import argparse
@@ -23,19 +23,19 @@ from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LIMIT = 1800  # seconds of a cell, on a machine with other work
-# Before each: no names, and tqdm, which misses its widgets aloud when it is first imported, is there.
+LIMIT = 1800  # seconds per cell, on a busy machine
+# Runs before each notebook: clears all names, and imports tqdm without its warning about missing widgets.
 CLEAN = """%reset -f
 import os, warnings
 os.chdir({folder!r})
 with warnings.catch_warnings(action="ignore"):
     import tqdm.auto"""
 MEMORY = re.compile(r" at 0x[0-9a-f]+")
-CLOCK = re.compile(r"^\d\d:\d\d:\d\d ", re.MULTILINE)  # of a log line
+CLOCK = re.compile(r"^\d\d:\d\d:\d\d ", re.MULTILINE)  # at the start of log lines
 
 
-def executed(paths: Sequence[Path], folder: Path) -> Iterator[NotebookNode]:
-    """Returns each notebook with the outputs of its execution in ``folder``, as ``settled`` leaves them.
+def execute_notebooks(paths: Sequence[Path], folder: Path) -> Iterator[NotebookNode]:
+    """Executes the notebooks in ``folder`` and yields each with its outputs, normalised by ``normalize_outputs``.
 
     Raises:
         CellExecutionError: a cell ended with an error.
@@ -51,19 +51,19 @@ def executed(paths: Sequence[Path], folder: Path) -> Iterator[NotebookNode]:
             if client.kc is not None:
                 client.kc.stop_channels()
             del notebook.cells[0]
-            yield settled(notebook)
+            yield normalize_outputs(notebook)
     finally:
         if manager.has_kernel:
             manager.shutdown_kernel(now=True)
 
 
-def settled(notebook: NotebookNode) -> NotebookNode:
-    """Returns the notebook with cells counted from 1, streams in one piece, and without times and places in memory."""
+def normalize_outputs(notebook: NotebookNode) -> NotebookNode:
+    """Numbers the cells from 1, joins streams, and removes times and memory addresses; returns the notebook."""
     notebook.metadata.language_info = {"name": "python"}
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for number, cell in enumerate(code, 1):
         cell.execution_count, cell.metadata = number, {}
-        cell.outputs = list(_joined(cell.outputs))
+        cell.outputs = list(_join_streams(cell.outputs))
         for out in cell.outputs:
             if out.output_type == "stream":
                 out.text = CLOCK.sub("", out.text)
@@ -74,8 +74,8 @@ def settled(notebook: NotebookNode) -> NotebookNode:
     return notebook
 
 
-def _joined(outputs: Sequence[NotebookNode]) -> Iterator[NotebookNode]:
-    """Returns the outputs, pieces of one stream that follow each other as one."""
+def _join_streams(outputs: Sequence[NotebookNode]) -> Iterator[NotebookNode]:
+    """Yields the outputs with consecutive pieces of one stream joined."""
     last: NotebookNode | None = None
     for out in outputs:
         if last is not None and out.output_type == last.output_type == "stream" and out.name == last.name:
@@ -89,15 +89,15 @@ def _joined(outputs: Sequence[NotebookNode]) -> Iterator[NotebookNode]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Executes the notebooks and writes them where they are."""
+    """Executes the notebooks and saves them in place."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of notebooks, without .ipynb; none: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="notebooks to execute, without .ipynb; default: all")
     names = parser.parse_args(argv).names
     paths = [path for path in NOTEBOOKS if not names or path.stem in names]
     if len(paths) < len(names):
-        parser.error(f"expected names among {', '.join(path.stem for path in NOTEBOOKS)}")
+        parser.error(f"expected names from {', '.join(path.stem for path in NOTEBOOKS)}")
     with tempfile.TemporaryDirectory() as folder:
-        for path, notebook in zip(paths, executed(paths, Path(folder)), strict=True):
+        for path, notebook in zip(paths, execute_notebooks(paths, Path(folder)), strict=True):
             nbformat.write(notebook, path)
             sys.stdout.write(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KiB\n")
             sys.stdout.flush()

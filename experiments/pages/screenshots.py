@@ -1,9 +1,9 @@
-"""Pictures of the pages as a headless Chromium shows them, to look at: light and dark, and on a phone.
+"""Takes screenshots of HTML pages in a headless Chromium: light, dark, and phone-sized.
 
     python -m experiments.pages.screenshots FOLDER [PAGE.html ...]
 
-writes FOLDER/NAME-LOOK.png: of explorers made here, of the README's drawing, and of the PAGES, which have the name of
-their folder. `make screenshots` calls it with the pages of all runs and studies in outputs.
+Writes FOLDER/NAME-LOOK.png for example explorers, the figure of the README, and the given pages, which are named by
+their folder. `make screenshots` runs it on the pages of all runs and studies in outputs.
 """
 
 import sys
@@ -21,10 +21,10 @@ from tests.display.explored import hard, many
 LOOKS = {"light": (False, 1200), "dark": (True, 1200), "phone": (False, 400)}  # dark, pixels
 
 
-def take(
+def take_screenshots(
     tab: Browser, pages: Mapping[str, Path], folder: Path, *, ready: str = "true", whole: bool = True
 ) -> list[Path]:
-    """Pictures of ``pages`` by name, once the expression ``ready`` is true in a page."""
+    """Takes screenshots of ``pages`` in every look; waits until the expression ``ready`` is true in the page."""
     taken = []
     for name, page in pages.items():
         for look, (dark, width) in LOOKS.items():
@@ -36,8 +36,8 @@ def take(
 
 
 @contextmanager
-def explorers() -> Iterator[dict[str, Path]]:
-    """Returns explorer pages to look at: a common one, and one for each script that is hard to show."""
+def example_explorers() -> Iterator[dict[str, Path]]:
+    """Writes example explorer pages to a temporary folder: an ordinary one, and one per hard-to-render script."""
     with tempfile.TemporaryDirectory() as found:
         folder = Path(found)
         scripts = {
@@ -49,12 +49,12 @@ def explorers() -> Iterator[dict[str, Path]]:
 
 
 def main(given: Sequence[str]) -> None:
-    """Takes all pictures and prints their names."""
+    """Takes all screenshots and prints their paths."""
     folder, *others = (Path(one).resolve() for one in given)
     drawn = {NAME: DOCS / f"{NAME}.svg", **{safe_filename(f"{page.parent.name}-{page.stem}"): page for page in others}}
-    with browser() as tab, explorers() as pages:
-        taken = take(tab, pages, folder, ready="document.documentElement.dataset.ready", whole=False)
-        taken += take(tab, drawn, folder)
+    with browser() as tab, example_explorers() as pages:
+        taken = take_screenshots(tab, pages, folder, ready="document.documentElement.dataset.ready", whole=False)
+        taken += take_screenshots(tab, drawn, folder)
     for path in taken:
         sys.stdout.write(f"{path}\n")
 

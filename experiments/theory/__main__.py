@@ -1,4 +1,4 @@
-"""``python -m experiments.theory [FOLDER]``: every statement with its verdict, and figures in FOLDER."""
+"""``python -m experiments.theory [FOLDER]``: prints every statement with its verdict, and draws figures in FOLDER."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ example:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the tables and draws the figures into the folder named (``outputs/theory`` by default); returns 0."""
+    """Prints the tables and draws the figures into the given folder (``outputs/theory`` by default); returns 0."""
     parser = argparse.ArgumentParser(
         prog=rewrite_commands("python -m experiments.theory"),
         description="Check the paper's theory on policies small enough to enumerate: what holds, fails, says nothing.",

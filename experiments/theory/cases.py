@@ -1,7 +1,7 @@
-"""One prompt's case: a problem, its token weights, its responses' own tokens, and the three policies that belong to it.
+"""Case of one prompt: a problem, its token weights, the mask of its responses' own tokens, and its three policies.
 
-A response may end early: ``own`` says which of its listed tokens are its own, and what stands after its end carries
-weight 0, no reward, and the reference's probabilities under all three policies, so that it adds nothing to any sum.
+A response may end early: ``own`` masks its own tokens. Tokens after the end have weight 0, no reward, and the
+reference's probabilities under all three policies, so that they add nothing to any sum.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ class Reads(Enum):
 def spread_weights(tree: Tree, reads: Reads, delta: float, seed: int = 0) -> Float[Tensor, "responses length"]:
     """Returns weights with mean 1 over every response and largest distance ``delta`` from 1.
 
-    POSITION: rising over the positions for an even seed, falling for an odd one. RESPONSE: drawn for every token of
-    every response on its own, as of a judge that has read it all.
+    POSITION: rising over the positions for an even seed, falling for an odd one. RESPONSE: drawn independently for
+    every token of every response, like those of a judge that has read the whole response.
     """
     if reads is Reads.POSITION:
         slope = torch.linspace(-1.0, 1.0, tree.length, dtype=torch.float64) * (1 - 2 * (seed % 2))
@@ -99,10 +99,10 @@ class Case:
 def solve(
     problem: Problem, weights: Weights, own: Bool[Tensor, "responses length"] | None = None, starts: int = 2
 ) -> Case:
-    """Returns the case with its three policies; h from the last token back where weights depend on the position alone.
+    """Solves the case for its three policies; h by backward recursion if weights depend only on the position.
 
-    pi* is climbed to from ``starts`` places; where responses end early, from the reference alone: another start would
-    leave its own policy after the end of a response, of which neither J_w nor a gradient says anything.
+    pi* is optimised from ``starts`` starting points. If responses end early, only the reference is used: other starts
+    would keep their own policy after the end of a response, which neither J_w nor its gradient constrains.
     """
     whole = torch.ones_like(weights, dtype=torch.bool) if own is None else own
     positional = own is None and bool((weights == weights[0]).all())
@@ -112,13 +112,13 @@ def solve(
 
 
 def cases(problems: Sequence[Problem], reads: Reads, delta: float, starts: int = 2) -> list[Case]:
-    """Returns every problem solved for weights of one kind and size."""
+    """Solves every problem for weights of one kind and size."""
     weights = [spread_weights(problem.tree, reads, delta, seed) for seed, problem in enumerate(problems)]
     return [solve(problem, one, starts=starts) for problem, one in zip(problems, weights, strict=True)]
 
 
 def ending_case(delta: float, vocab: int = 3, length: int = 3, beta: float = 0.5, seed: int = 0) -> Case:
-    """Returns a random case of responses that end with word 0 or at ``length`` tokens, weights by response."""
+    """Returns a random case with weights by response, whose responses end with word 0 or at ``length`` tokens."""
     drawn = random_problem(vocab, length, beta, seed)
     tree = drawn.tree
     own, first = own_tokens(tree)
@@ -130,7 +130,7 @@ def ending_case(delta: float, vocab: int = 3, length: int = 3, beta: float = 0.5
 
 
 def own_tokens(tree: Tree) -> tuple[Bool[Tensor, "responses length"], Tensor]:
-    """Returns which tokens stand up to the first word 0, and each response's number with only 0 after it."""
+    """Returns the mask of tokens up to the first word 0, and the number of each response with only 0 after it."""
     ended = (tree.sequences == 0).long().cumsum(-1)
     own = (ended - (tree.sequences == 0).long()) == 0  # no 0 before this token
     powers = tree.vocab ** torch.arange(tree.length - 1, -1, -1)

@@ -1,6 +1,6 @@
-"""Largest and the least of numbers, where one that is no number must not get lost.
+"""Maximum and minimum that propagate NaN.
 
-``max`` keeps or drops a NaN by its place, so that an error that could not be computed would read as none.
+``max`` keeps or drops a NaN depending on its position, so that an error that could not be computed might go unnoticed.
 """
 
 import math
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 
 def largest(values: Iterable[float]) -> float:
-    """Returns the largest value; NaN where one is NaN."""
+    """Returns the largest value; NaN if any value is NaN."""
     seen = list(values)
     return math.nan if any(math.isnan(one) for one in seen) else max(seen)
 
 
 def least(values: Iterable[float]) -> float:
-    """Returns the least value; NaN where one is NaN."""
+    """Returns the smallest value; NaN if any value is NaN."""
     return -largest(-one for one in values)

@@ -1,4 +1,4 @@
-"""Draws the theory study's figures: theorem, sandwich of KL_w, KL per token along training, how loose bounds are."""
+"""Draws the theory study's figures: theorem, sandwich of KL_w, KL per token along training, and looseness of bounds."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,7 +68,7 @@ def _dpo(axes: Axes, rows: Sequence[PolicyRow]) -> None:
 
 
 def _logs(axes: Axes, deltas: Sequence[float]) -> None:
-    """Puts both axes on logarithms, up to a total variation of 1: no bound above it is of use."""
+    """Sets both axes to log scale, up to a total variation of 1, beyond which no bound is useful."""
     axes.set(xscale="log", yscale="log", ylim=(LEAST, 1.15))
     axes.axhline(1.0, color=SOFT, linewidth=0.9)
     axes.xaxis.set_major_locator(FixedLocator(sorted(set(deltas))))

@@ -54,25 +54,25 @@ def closed_form(case: Case, policy: Policy, weights: Float[Tensor, "responses le
 def margins(
     case: Case, policy: Policy, weights: Float[Tensor, "responses length"]
 ) -> Float[Tensor, "responses responses"]:
-    """Returns ``r'(y_w) - r'(y_l)`` of every pair, winners by row."""
+    """Returns ``r'(y_w) - r'(y_l)`` of every pair, with winners as rows."""
     implicit = case.problem.beta * weighted_ratios(case.problem, policy, weights)
     return implicit.unsqueeze(-1) - implicit
 
 
 def factors(margin: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Returns ``sigmoid(r'(y_l) - r'(y_w))``: how hard a pair is pushed, from its margin."""
+    """Returns ``sigmoid(r'(y_l) - r'(y_w))``, the weight of a pair's gradient, from its margin."""
     return torch.sigmoid(-margin)
 
 
 def autograd_gradient(case: Case, policy: Policy) -> Float[Tensor, " logits"]:
-    """Returns the same gradient by automatic differentiation of the loss."""
+    """Computes the same gradient by automatic differentiation of the loss."""
     leaf = policy.unsqueeze(0).clone().requires_grad_()
     (slope,) = torch.autograd.grad(preference_loss([case.problem], leaf, case.weights.unsqueeze(0)).sum(), leaf)
     return slope.flatten()
 
 
 def gradient_row(cases: Sequence[Case]) -> GradientRow:
-    """Returns the gradient's statements on the cases."""
+    """Checks the gradient's statements on the cases."""
     errors, bare, seen = [], [], []
     for case in cases:
         for policy in (case.problem.reference, case.dpo, case.dpo.flip(0)):

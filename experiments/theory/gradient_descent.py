@@ -1,7 +1,7 @@
 """TwDPO's loss over all pairs of an enumerable policy, and plain gradient descent on it.
 
-What the optimum allows and what training does on the way there are two questions: the optimum lets tokens of low
-weight move farther, but the gradient at a token is proportional to its weight.
+The optimum and the path of training differ: the optimum lets tokens of low weight move farther, but the gradient at a
+token is proportional to its weight.
 """
 
 from collections.abc import Sequence

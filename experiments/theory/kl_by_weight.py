@@ -1,11 +1,11 @@
 """Movement of a trained policy at tokens of each weight: KL(policy || base) per token, by weight decile.
 
-The paper says that tokens of low weight get more freedom. Checked so: every response token of held-out rows has a
+The paper says that tokens of low weight get more freedom. To check this, every response token of held-out rows gets a
 weight (relative to uniform: w |y|) and, for each policy, the full-vocabulary KL to the base at its position. Tokens are
-sorted by weight into ten groups of equal size, and the mean KL per group is shown. Two traps, and what is done:
-words with low weight differ in more than their weight (a full stop has little to choose), so a policy trained without
-weights is shown on the same tokens and the ratio to it is the statement; and policies differ in how far they went
-overall, so every KL is also shown over the policy's own mean. Intervals resample whole responses.
+sorted by weight into ten groups of equal size, and the mean KL per group is shown. Two confounders are handled: words
+of low weight differ in more than their weight (a full stop has few alternatives), so the statement is the ratio to a
+policy trained without weights on the same tokens; and policies differ in how far they moved overall, so every KL is
+also shown relative to the policy's own mean. Intervals resample whole responses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,13 +28,13 @@ Row = Float[np.ndarray, "_"]  # the tokens of one response
 
 @dataclass(frozen=True)
 class Freedom:
-    """KL by weight: groups of tokens, what is measured in each, and for each policy the claim itself.
+    """KL by weight group and policy, and the claim about freedom.
 
-    ``groups``: by number (1 holds the lowest weights) the tokens and their lowest and highest weight. ``measured``: by
-    what it is, policy and group ``mean``, ``low`` and ``high``; "kl" in nats per token, "relative" over the policy's
-    mean KL per token, "ratio" that over the control's, where there is one. ``claim``: by policy the relative KL of the
-    lower half of the groups over that of the upper half, over the same for the control where there is one. Above 1, its
-    whole interval too: more freedom on low weights.
+    ``groups``: by number (1 has the lowest weights), the number of tokens and their lowest and highest weight.
+    ``measured``: ``mean``, ``low`` and ``high`` by measure, policy and group; "kl" is in nats per token, "relative" is
+    divided by the policy's mean KL per token, and "ratio" divides that by the control's, if there is one. ``claim``: by
+    policy, the relative KL of the lower half of the groups divided by that of the upper half, and by the same ratio of
+    the control if there is one. Low weights have more freedom if the whole interval is above 1.
     """
 
     groups: pandas.DataFrame
@@ -43,7 +43,7 @@ class Freedom:
     control: str | None
 
     def of(self, measure: str) -> dict[str, pandas.DataFrame]:
-        """Returns one of the measures by policy."""
+        """Returns one measure by policy."""
         found = self.measured[self.measured.index.get_level_values(0) == measure].droplevel(0)
         return {str(name): rows.droplevel(0) for name, rows in found.groupby(level=0, sort=False)}
 
@@ -107,7 +107,7 @@ def freedom(
 
 
 def measure(policy: ScoredLM, base: ScoredLM, group: RowGroup) -> tuple[list[Row], list[Row]]:
-    """Returns the two lists of ``rows_of`` for rows that both models score here, without gradients.
+    """Scores the rows with both models, without gradients, and returns the two lists of ``rows_of``.
 
     Raises:
         UserError: a model has no plain linear head to compare with.
@@ -140,7 +140,7 @@ def rows_of(group: RowGroup, stats: TokenStats) -> tuple[list[Row], list[Row]]:
 
 
 def _check(weights: Sequence[Row], kl: Mapping[str, Sequence[Row]], control: str | None, groups: int) -> None:
-    """Raises UserError for input that cannot be grouped."""
+    """Raises UserError if the input cannot be grouped."""
     if control is not None and control not in kl:
         raise UserError(f"freedom: expected the control among the policies {', '.join(kl)}, got {control}")
     if groups < 2 or sum(row.size for row in weights) < groups:
@@ -156,26 +156,26 @@ def _check(weights: Sequence[Row], kl: Mapping[str, Sequence[Row]], control: str
 def _cells(
     owner: Int[np.ndarray, "all"], group: Int[np.ndarray, "all"], values: Row, responses: int, groups: int
 ) -> Float[np.ndarray, "responses groups"]:
-    """Sums of ``values`` per response and group."""
+    """Sums ``values`` per response and group."""
     flat = np.bincount(owner * groups + group, weights=values, minlength=responses * groups)
     return np.asarray(flat.reshape(responses, groups), dtype=np.float64)
 
 
 def _over(top: np.ndarray, under: np.ndarray) -> np.ndarray:
-    """Returns ``top / under``; NaN where ``under`` is 0: no token was drawn, or the policy did not move."""
+    """Returns ``top / under``; NaN if ``under`` is 0, because no token was drawn or the policy did not move."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(np.where(under > 0, top / under, np.nan), dtype=np.float64)
 
 
 def _halves(top: np.ndarray, under: np.ndarray) -> np.ndarray:
-    """Returns the mean KL of the lower half of the groups over that of the upper half; a middle group is in neither."""
+    """Returns the mean KL of the lower half of the groups divided by that of the upper half, without a middle group."""
     half = top.shape[1] // 2
     low = _over(top[:, :half].sum(1), under[:, :half].sum(1))
     return _over(low, _over(top[:, -half:].sum(1), under[:, -half:].sum(1)))
 
 
 def _estimates(values: Float[np.ndarray, "draws columns"], level: float) -> pandas.DataFrame:
-    """Returns the first row with the quantiles of the others; those that could not be formed are left out."""
+    """Returns the first row with quantiles of the other rows, which ignore undefined values."""
     low, high = pandas.DataFrame(values[1:]).quantile([(1 - level) / 2, (1 + level) / 2]).to_numpy()
     numbers = range(1, values.shape[1] + 1)
     return pandas.DataFrame({"mean": values[0], "low": low, "high": high}, index=numbers)
@@ -185,7 +185,7 @@ def _estimates(values: Float[np.ndarray, "draws columns"], level: float) -> pand
 
 
 def freedom_table(result: Freedom) -> pandas.DataFrame:
-    """Returns a row per group: weights, tokens, and by policy its KL, relative KL and ratio, these with interval."""
+    """Builds a table with one row per group: weights, tokens, and each policy's KL, relative KL and ratio."""
     table = result.groups.rename(columns={"lowest": "weight from", "highest": "to"})
     kl, relative = result.of("kl"), result.of("relative")
     for name in kl:
@@ -194,7 +194,7 @@ def freedom_table(result: Freedom) -> pandas.DataFrame:
 
 
 def claim_table(result: Freedom) -> pandas.DataFrame:
-    """Returns a row per policy: lower over upper half, and what that says of more freedom on low weights."""
+    """Builds a table with one row per policy: lower over upper half, and whether low weights have more freedom."""
     of = [f"over {result.control}" if name in result.of("ratio") else "of its own" for name in result.claim.index]
     verdicts = np.select([result.claim["low"] > 1, result.claim["high"] < 1], ["yes", "no, less"], "open")
     return result.claim.assign(**{"lower over upper half": of, "more freedom on low weights": verdicts})
@@ -206,7 +206,7 @@ def _texts(rows: pandas.DataFrame) -> list[str]:
 
 @styled
 def freedom_figure(result: Freedom, path: Path | str, title: str = "KL to the base by token weight") -> Path:
-    """Draws relative KL per group and policy and, where there is a control, the ratio to it; returns the PNG's path."""
+    """Draws relative KL per group and policy, and the ratio to the control if there is one; returns the PNG's path."""
     panels = {title: "relative", **({} if result.control is None else {f"the same over {result.control}": "ratio"})}
     labels = {"relative": "KL per token over the policy's mean", "ratio": "ratio of relative KL"}
     figure = new_figure(5.6 * len(panels), 4.2)
@@ -219,7 +219,7 @@ def freedom_figure(result: Freedom, path: Path | str, title: str = "KL to the ba
 
 
 def _lines(axes: Axes, policies: Mapping[str, pandas.DataFrame], names: Sequence[str]) -> None:
-    """Draws a line with its interval for every policy; its look is that of its place among ``names``."""
+    """Draws a line with intervals for every policy, styled by its position in ``names``."""
     for name, rows in policies.items():
         number = names.index(name)
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]

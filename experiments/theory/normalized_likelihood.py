@@ -57,7 +57,7 @@ class NoteRow:
 
 
 def note_row(cases: Sequence[Case], delta: float) -> NoteRow:
-    """Returns the note's statements on the cases."""
+    """Checks the note's statements on the cases."""
     found = [_note(case) for case in cases]
     columns = {name: [one[name] for one in found] for name in found[0]}
     merged = {name: _over(name, column) for name, column in columns.items()}
@@ -104,7 +104,7 @@ def _note(case: Case) -> dict[str, float]:
 
 
 def _pairs_error(case: Case, policy: Policy) -> float:
-    """Returns the largest error of a pair's margin where normalised likelihoods stand for the weighted ones."""
+    """Returns the largest error of a pair's margin computed from normalised instead of weighted likelihoods."""
     tree, problem = case.problem.tree, case.problem
     logs, _ = weighted_likelihood(tree, policy, case.weights)
     base, _ = weighted_likelihood(tree, problem.reference, case.weights)
@@ -114,7 +114,7 @@ def _pairs_error(case: Case, policy: Policy) -> float:
 
 
 def _displays(case: Case, policy: Policy, best: torch.Tensor, constant: float) -> tuple[float, float, float]:
-    """Returns j_w of a policy, the note's last display with logarithm and beta, and as it is printed."""
+    """Returns J_w of a policy, the note's last display with logarithm and beta, and the display as printed."""
     problem, tree = case.problem, case.problem.tree
     logs, mass = weighted_likelihood(tree, policy, case.weights)
     drawn = probabilities(tree, policy)
@@ -124,6 +124,6 @@ def _displays(case: Case, policy: Policy, best: torch.Tensor, constant: float) -
 
 
 def _least_error(pairs: Sequence[tuple[float, float]]) -> float:
-    """Returns the largest error left over the policies once the best constant is added."""
+    """Returns the largest error left over the policies after adding the best constant."""
     gaps = [true - printed for true, printed in pairs]
     return (largest(gaps) - least(gaps)) / 2

@@ -118,7 +118,7 @@ class FreedomPath:
 
 
 def policy_row(solved: Sequence[Case], reads: Reads, delta: float) -> PolicyRow:
-    """Returns h, pi* and D of every case, how far apart they are, and our theorem's bounds."""
+    """Checks h, pi* and D of every case: their distances, and our theorem's bounds."""
     found = [_policies(case, delta) for case in solved]
     columns = {name: [one[name] for one in found] for name in found[0]}
     over = {
@@ -154,7 +154,7 @@ def _policies(case: Case, delta: float) -> dict[str, float]:
 
 
 def lemma_row(problems: Sequence[Problem], reads: Reads, delta: float, draws: int = 10) -> LemmaRow:
-    """Returns both lemmas on ``draws`` policies near h, and as many farther and far from it, for every problem."""
+    """Checks both lemmas on ``draws`` policies near h, and as many at two larger distances, for every problem."""
     identity, ratios, used = [], [], []
     for seed, problem in enumerate(problems):
         tree, random = problem.tree, torch.Generator().manual_seed(seed)
@@ -178,7 +178,7 @@ def lemma_row(problems: Sequence[Problem], reads: Reads, delta: float, draws: in
 
 
 def existence_rows(problems: Sequence[Problem]) -> tuple[ExistenceRow, ...]:
-    """Returns whether h exists for weights above 0 and for two patterns with zeros, one on mild rewards."""
+    """Checks whether h exists for weights above 0 and for patterns with zeros, one of them on mild rewards."""
     tree = problems[0].tree
     last = torch.ones(tree.length, dtype=torch.float64).index_fill(0, torch.tensor([tree.length - 1]), 0.0)
     ends = last.expand(tree.vocab**tree.length, -1)
@@ -211,9 +211,9 @@ def _existence(name: str, problems: Sequence[Problem], weights: Sequence[Tensor]
 
 
 def freedom_path(problems: Sequence[Problem], delta: float = 0.6, marks: Sequence[int] = MARKS) -> FreedomPath:
-    """Returns how far tokens of each weight move against DPO, along gradient descent on TwDPO's loss and at its end.
+    """Returns how far tokens of each weight move relative to DPO, in gradient descent on TwDPO's loss and at the end.
 
-    Weights of the position, rising and falling, so that every position but the middle one has been low and high.
+    Uses position weights, rising and falling, so that every position except the middle one has been low and high.
     """
     tree = problems[0].tree
     twice = [problem for problem in problems for _ in range(2)]

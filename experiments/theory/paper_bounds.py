@@ -31,10 +31,9 @@ TRIVIAL = 1.0  # a total variation is never above it, so that a bound from here 
 
 @dataclass(frozen=True)
 class Bounded:
-    """Quantity and its bound, as means over prompts under shared constants, and the largest share on one prompt.
+    """Quantity and its bound, as means over prompts under shared constants, and the largest ratio on one prompt.
 
-    ``share``: actual over bound with the prompt's own constants, which are the smaller ones; the statement holds where
-    it is at most 1.
+    ``share``: actual value over bound with the prompt's own, smaller constants; the statement holds if it is at most 1.
     """
 
     actual: float
@@ -43,7 +42,7 @@ class Bounded:
 
     @property
     def looseness(self) -> float:
-        """Returns how many times the bound is larger than what it bounds."""
+        """Returns the bound divided by the actual value."""
         return self.bound / self.actual if self.actual > 0 else math.inf
 
 
@@ -72,12 +71,12 @@ class PaperRow:
 
     @property
     def constant(self) -> float:
-        """Returns c of A2: what the neediest of the three policies needs."""
+        """Returns C of A2: the largest constant that any of the three policies needs."""
         return largest(self.constants.values())
 
 
 def deviation(case: Case, policy: Policy) -> Float[Tensor, " responses"]:
-    """Returns ``R(policy; y)``: what weights add to the log-ratio of every response."""
+    """Returns ``R(policy; y)``: the contribution of the weights to the log-ratio of every response."""
     return (case.epsilons * case.log_ratios(policy)).sum(-1)
 
 
@@ -87,17 +86,17 @@ def plain_objective(case: Case, policy: Policy) -> float:
 
 
 def lemma_bound(delta: float, constant: float, lengths: float) -> float:
-    """Returns bound of lemma 1 and of lemma 2, in nats; ``lengths``: the sum of the two mean lengths."""
+    """Returns the bound of lemmas 1 and 2, in nats; ``lengths``: the sum of the two mean lengths."""
     return delta * constant * lengths
 
 
 def theorem_bound(delta: float, constant: float, optimum_lengths: float, heuristic_lengths: float) -> float:
-    """Returns the theorem's bound on TV(pi*, h), from the same sums of mean lengths as lemma 1 and lemma 2 have."""
+    """Returns the theorem's bound on TV(pi*, h), from the sums of mean lengths of lemma 1 and lemma 2."""
     return math.sqrt(delta * constant / 2) * (math.sqrt(optimum_lengths) + math.sqrt(heuristic_lengths))
 
 
 def paper_row(cases: Sequence[Case], kind: str) -> PaperRow:
-    """Returns the paper's statements on the cases, one per prompt."""
+    """Checks the paper's statements on the cases, one per prompt."""
     needed = [{name: case.largest_ratio(policy) for name, policy in case.policies.items()} for case in cases]
     constants = {name: largest(one[name] for one in needed) for name in needed[0]}
     delta, constant = largest(case.delta for case in cases), largest(constants.values())
@@ -130,7 +129,7 @@ def paper_row(cases: Sequence[Case], kind: str) -> PaperRow:
 
 
 def tried(case: Case) -> list[Policy]:
-    """Returns the three policies and three random ones near and far, the reference after a response's end."""
+    """Returns the three policies and three random ones near and far, equal to the reference after a response's end."""
     random = torch.Generator().manual_seed(3)
     noise = [scale * torch.randn(case.dpo.shape, generator=random, dtype=case.dpo.dtype) for scale in (0.1, 0.5, 2.0)]
     live = torch.zeros(len(case.dpo), dtype=torch.bool)
@@ -148,9 +147,9 @@ def _bounded(actual: Sequence[float], own_bounds: Sequence[float], bound: float)
 
 
 def _share(actual: float, bound: float) -> float:
-    """Returns how much of a bound is taken up.
+    """Returns the actual value divided by its bound.
 
-    Nothing of a bound of 0 (weights of 1) where there is nothing to bound.
+    If the bound is 0 (weights of 1), returns 0 for a value of 0 and infinity otherwise.
     """
     if bound == 0:
         return math.inf if actual > NOTHING else 0.0

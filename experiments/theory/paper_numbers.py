@@ -1,7 +1,8 @@
-"""Theorem at the figures of the paper's own weight table: does it say anything about the runs it is meant for?
+"""Evaluates the theorem at the paper's own weight statistics: is it informative about the runs it is meant for?
 
-The table gives means over a training set, the product of two means is not the mean of the products, and the theorem
-asks for the largest of all responses: delta here is what a response of mean length with the mean largest weight has.
+The table has means over a training set, but the product of two means is not the mean of the products, and the theorem
+needs the largest value over all responses. Delta here is that of a response with the mean length and the mean largest
+weight.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ CONSTANTS = (1e-2, 1e-1, 1.0)  # log-ratios per token, C of A2: from a policy th
 
 @dataclass(frozen=True)
 class Published:
-    """Line of the paper's table of weight statistics (``experiments/paper/weight_statistics/printed.csv``).
+    """Row of the paper's table of weight statistics (``experiments/paper/weight_statistics/printed.csv``).
 
     Means over responses: ``std`` and ``largest`` of the weights within a response, ``length`` in tokens.
     """
@@ -35,7 +36,7 @@ class Published:
         return 1 / (self.length * (self.std**2 + self.length**-2))
 
     def kl_bound(self, constant: float) -> float:
-        """Returns either lemma's bound in nats, where both policies write as long answers as the training set has."""
+        """Returns the bound of both lemmas in nats, for policies with answers as long as the training set's."""
         return lemma_bound(self.delta, constant, 2 * self.length)
 
     def tv_bound(self, constant: float) -> float:
@@ -44,7 +45,7 @@ class Published:
 
     @property
     def largest_constant(self) -> float:
-        """Returns the C from which on the theorem says nothing: its bound is then 1."""
+        """Returns the C at which the theorem's bound reaches 1 and becomes trivial."""
         return (TRIVIAL / self.tv_bound(1.0)) ** 2
 
 

@@ -75,7 +75,7 @@ class Tree:
 
     @property
     def contexts(self) -> int:
-        """Returns how many prefixes are shorter than ``length``."""
+        """Returns the number of prefixes shorter than ``length``."""
         return self._first(self.length)
 
     def level(self, table: Policy, position: int) -> Float[Tensor, "prefixes vocab"]:
@@ -105,7 +105,7 @@ class Problem:
 
 
 def random_problem(vocab: int = 3, length: int = 3, beta: float = 0.5, seed: int = 0) -> Problem:
-    """Returns a problem with standard normal logits and rewards, in float64."""
+    """Makes a random problem with standard normal logits and rewards, in float64."""
     tree = Tree(vocab, length)
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(tree.contexts, vocab, generator=random, dtype=torch.float64)
@@ -162,7 +162,7 @@ def weighted_ratios(problem: Problem, policy: Policy, weights: Weights) -> Float
 
 
 def reward_error(problem: Problem, policy: Policy, weights: Weights) -> float:
-    """Returns the largest error, over all pairs, of implicit reward differences as reward differences; 0 at h alone."""
+    """Returns the largest error, over all pairs, of implicit reward differences; 0 only at h."""
     gap = problem.beta * weighted_ratios(problem, policy, weights) - problem.rewards
     return float(gap.max() - gap.min())
 
@@ -197,7 +197,7 @@ def weighted_likelihood(
 class Heuristic:
     """Heuristic policy with its constant ``c`` and ``residual``, the largest error of its equations over y.
 
-    A residual far from 0 means that none was found; the policy is then the least squares one.
+    A residual far from 0 means that none was found; the policy is then the least-squares solution.
     """
 
     policy: Policy
@@ -211,10 +211,10 @@ def dpo_policy(problem: Problem) -> Policy:
 
 
 def backward_heuristic(problem: Problem, position_weights: Float[Tensor, " length"]) -> Heuristic:
-    """Returns the heuristic policy of weights that depend on the position alone, exact, from the last token back.
+    """Computes the exact heuristic policy for weights that depend only on the position, by backward recursion.
 
     Raises:
-        UserError: a weight is not above 0; the equations then have no solution unless rewards happen to agree.
+        UserError: a weight is not above 0; the equations then have no solution in general.
     """
     if not bool((position_weights > 0).all()):
         raise UserError(f"theory: expected position weights above 0, got {position_weights.tolist()}")
@@ -234,9 +234,9 @@ def backward_heuristic(problem: Problem, position_weights: Float[Tensor, " lengt
 def solve_heuristic(
     problem: Problem, weights: Weights, start: Policy | None = None, steps: int = 200, tolerance: float = 1e-12
 ) -> Heuristic:
-    """Returns the heuristic policy of any weights by damped Gauss-Newton from ``start`` (else DPO's policy).
+    """Computes the heuristic policy of any weights by damped Gauss-Newton from ``start`` (default: DPO's policy).
 
-    Where none exists ``Heuristic.residual`` stays away from 0.
+    If none exists, ``Heuristic.residual`` stays away from 0.
     """
     theta = dpo_policy(problem) if start is None else start
     constant = torch.zeros((), dtype=torch.float64)
@@ -277,8 +277,8 @@ def weighted_scores(tree: Tree, policy: Policy, weights: Weights) -> Float[Tenso
 class Optimum:
     """Best policy found for J_w, its value, the largest gradient left (by logits) and the spread over starts.
 
-    ``spread``: the best value minus the worst over the starts; J_w of weights that read later tokens need not be
-    concave, and a spread far from 0 says that some start ended elsewhere.
+    ``spread``: the best value minus the worst over the starts. J_w of weights that read later tokens need not be
+    concave, and a spread far from 0 means that some start ended elsewhere.
     """
 
     policy: Policy
@@ -288,7 +288,7 @@ class Optimum:
 
 
 def optimal_policy(problem: Problem, weights: Weights, starts: int = 2, steps: int = 200) -> Optimum:
-    """Returns the maximum of J_w by Newton on the logits, from the reference and from random policies."""
+    """Maximises J_w by Newton's method on the logits, from the reference and from random policies."""
     ends = [_climb(problem, weights, start, steps) for start in _starts(problem, starts)]
     values = [value for _, value, _ in ends]
     policy, value, gradient = ends[max(range(len(ends)), key=values.__getitem__)]
@@ -305,9 +305,9 @@ def _starts(problem: Problem, count: int) -> list[Policy]:
 
 
 def _climb(problem: Problem, weights: Weights, start: Policy, steps: int) -> tuple[Policy, float, float]:
-    """Returns the policy at the end of the climb, its value and its largest gradient.
+    """Climbs from ``start``; returns the final policy, its value and its largest gradient.
 
-    Where J_w bends upward the step takes the curvature's size, so that it never walks down to a saddle.
+    Where J_w is convex, the step uses the curvature's absolute value, so that it never descends to a saddle.
     """
     here, value = start, float(objective(problem, start, weights))
     slope, bend = _derivatives(problem, here, weights)
@@ -331,9 +331,9 @@ def _climb(problem: Problem, weights: Weights, start: Policy, steps: int) -> tup
 def _derivatives(
     problem: Problem, policy: Policy, weights: Weights
 ) -> tuple[Float[Tensor, " logits"], Float[Tensor, "logits logits"]]:
-    """Returns gradient and Hessian of J_w by the logits.
+    """Returns the gradient and Hessian of J_w by the logits.
 
-    Sums over responses of the score, and of each context's softmax.
+    They are sums of the score over responses, and of the softmax over contexts.
     """
     tree, beta = problem.tree, problem.beta
     score, weighted = weighted_scores(tree, policy, torch.ones_like(weights)), weighted_scores(tree, policy, weights)

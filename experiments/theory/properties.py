@@ -30,7 +30,7 @@ EVEN = 1e-6  # logarithm of a ratio that counts as 1; rounding in a step of STEP
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ratio on several problems: its geometric ``mean``, and on how many of ``count`` it is above and below 1."""
+    """Ratio over ``count`` problems: its geometric ``mean``, and the numbers of problems above and below 1."""
 
     mean: float
     above: int
@@ -39,7 +39,7 @@ class Ratio:
 
     @property
     def inverse(self) -> "Ratio":
-        """Returns the ratio the other way round."""
+        """Returns the reciprocal ratio."""
         return Ratio(1 / self.mean, self.below, self.above, self.count)
 
 
@@ -64,20 +64,14 @@ class PropertyRow:
 
 
 def property_row(problems: Sequence[Sequence[Case]], kind: str) -> PropertyRow:
-    """Returns P1 to P3 on problems, each a group of cases.
-
-    One problem under several weights, of which the mean is taken.
-    """
+    """Checks P1 to P3 on problems, each a group of cases of one problem under several weights, which are averaged."""
     found = [[_ratios(case) for case in group] for group in problems]
     ratios = {name: _merged([[one[name] for one in group] for group in found]) for name in found[0][0]}
     return PropertyRow(kind, largest(reward_slope_error(case) for group in problems for case in group), **ratios)
 
 
 def reward_slope_error(case: Case, rise: float = 0.25) -> float:
-    """Returns P1.
-
-    The largest error, over responses and tokens, of ``beta w_t`` as what a unit of log-probability gives.
-    """
+    """Checks P1: returns the largest error, over responses and tokens, of the predicted slope ``beta w_t``."""
     problem, tree, worst = case.problem, case.problem.tree, 0.0
     before = problem.beta * weighted_ratios(problem, case.dpo, case.weights)
     for context in range(tree.contexts):
@@ -108,17 +102,14 @@ def _ratios(case: Case) -> dict[str, float]:
 
 
 def _merged(groups: Sequence[Sequence[float]]) -> Ratio:
-    """Returns the ratio over problems, each the geometric mean of its group.
-
-    What rounding leaves of 1 is neither side.
-    """
+    """Returns the ratio over problems, each the geometric mean of its group; values close to 1 count on no side."""
     logs = torch.tensor([[math.log(one) for one in group] for group in groups], dtype=torch.float64).mean(-1)
     above, below = int((logs > EVEN).sum()), int((logs < -EVEN).sum())
     return Ratio(float(logs.mean().exp()), above, below, len(groups))
 
 
 def _low_over_high(case: Case, policy: Policy, control: Policy, factors: Weights) -> float:
-    """Returns how much more the lowest third of tokens does than the highest one, relative to the control."""
+    """Returns how much more the lowest third of tokens moves than the highest third, relative to the control."""
     drawn = probabilities(case.problem.tree, case.problem.reference).unsqueeze(-1)
     size, plain = drawn * (factors * case.log_ratios(policy)).abs(), drawn * case.log_ratios(control).abs()
     low, high = (float(size[one].sum() / plain[one].sum()) for one in _thirds(case.weights))

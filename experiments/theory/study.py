@@ -1,6 +1,6 @@
-"""Theory study: what the paper states and what we add, on problems small enough to list every response.
+"""Theory study: checks the paper's statements and ours on problems small enough to enumerate every response.
 
-``python -m experiments.theory FOLDER`` prints its tables and draws its figures; so does ``notebooks/06_theory.ipynb``.
+``python -m experiments.theory FOLDER`` and ``notebooks/06_theory.ipynb`` print its tables and draw its figures.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ PROPERTY_DELTA = 0.6  # as for the path of the freedom, of which the properties 
 
 @dataclass(frozen=True)
 class Study:
-    """All results; ``paper`` and ``ending`` (responses of any length) hold the paper's statements, sections 3 to 7."""
+    """All results; ``paper`` and ``ending`` (responses of any length) cover the paper's statements, sections 3 to 7."""
 
     paper: tuple[PaperRow, ...]
     ending: PaperRow
@@ -50,9 +50,9 @@ class Study:
 
 
 def run_study(problems: int = 3, deltas: Sequence[float] = DELTAS, marks: Sequence[int] = MARKS) -> Study:
-    """Returns the study on ``problems`` random problems (3 words, 3 tokens, beta 0.5).
+    """Runs the study on ``problems`` random problems (3 words, 3 tokens, beta 0.5).
 
-    The same numbers at every run.
+    The results are the same in every run.
     """
     drawn = [random_problem(seed=seed) for seed in range(problems)]
     grid = [(reads, delta) for reads in Reads for delta in deltas]
@@ -76,7 +76,7 @@ def run_study(problems: int = 3, deltas: Sequence[float] = DELTAS, marks: Sequen
 
 
 def both_orders(reads: Reads, problems: int) -> list[list[Case]]:
-    """Problems under two weightings each, of which that of the positions rises once and falls once."""
+    """Returns problems under two weightings each: position weights that rise in one and fall in the other."""
     drawn = [random_problem(seed=seed) for seed in range(problems)]
     turns = [
         [spread_weights(one.tree, reads, PROPERTY_DELTA, 2 * i + turn) for turn in range(2)]
@@ -87,7 +87,7 @@ def both_orders(reads: Reads, problems: int) -> list[list[Case]]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Computes on one thread: matrices of 40 by 40 take twenty times as long on several that wait for each other."""
+    """Limits torch to one thread: on 40 by 40 matrices several threads take twenty times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

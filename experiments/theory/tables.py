@@ -1,4 +1,4 @@
-"""Theory study's results as tables: every statement with the number that decides it, and what it rests on."""
+"""Theory study's results as tables: every statement with its decisive number, and the supporting results."""
 
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def statement_table(study: Study) -> TableBlock:
-    """Returns every statement, what became of it, and the number that says so."""
+    """Builds the table of statements with verdicts and decisive numbers."""
     rows = [(one.section, one.name, one.source, one.verdict.value, one.by, one.number) for one in statements(study)]
     return TableBlock(("section", "statement", "source", "verdict", "by", "number"), rows, "statements", naming=2)
 
 
 def tables(study: Study) -> tuple[TableBlock, ...]:
-    """Returns the statements and what they rest on: the paper's first, then ours."""
+    """Returns the statements and their supporting tables, the paper's first, then ours."""
     return (
         statement_table(study),
         *(_paper(study), _tightness(study), _published(), _properties(study), _note(study)),
@@ -36,7 +36,7 @@ def frames(study: Study) -> "dict[str, pandas.DataFrame]":
 
 
 def report_markdown(study: Study) -> str:
-    """Returns all tables as Markdown, each below a heading of its own."""
+    """Formats all tables as Markdown, each below its own heading."""
     return "\n\n".join(f"### {one.caption}\n{table_markdown(one)}" for one in tables(study))
 
 

@@ -1,6 +1,6 @@
-"""Looseness of the paper's bounds: bound over actual, over delta, over beta and over the length of the responses.
+"""Looseness of the paper's bounds: bound over actual value, as a function of delta, beta and response length.
 
-Weights read the whole response, as a judge's do. One of the three is varied at a time.
+Weights depend on the whole response, like a judge's. One of the three is varied at a time.
 """
 
 import math
@@ -28,9 +28,9 @@ class TightnessRow:
 
 
 def tightness_rows(problems: int = 3, deltas: Sequence[float] = DELTAS) -> tuple[TightnessRow, ...]:
-    """Returns the statements at all points.
+    """Evaluates the statements at all points.
 
-    3 words and 3 tokens over delta and beta, 2 words over the length, and responses that end early.
+    Uses 3 words and 3 tokens for delta and beta, and 2 words for the length.
     """
     seeds = range(problems)
     return (
@@ -44,14 +44,14 @@ def tightness_rows(problems: int = 3, deltas: Sequence[float] = DELTAS) -> tuple
 
 
 def ending_row(delta: float = MIDDLE_DELTA, problems: int = 3) -> PaperRow:
-    """Returns the paper's statements where responses end by themselves, at a mean length of each policy's own."""
+    """Evaluates the paper's statements on responses that end early, so that each policy has its own mean length."""
     return paper_row([ending_case(delta, length=4, seed=seed) for seed in range(problems)], "response, of any length")
 
 
 def exponent(rows: Sequence[TightnessRow]) -> float:
-    """Returns the power of delta with which TV(pi*, h) goes to 0, from the two smallest deltas.
+    """Returns the power of delta with which TV(pi*, h) goes to 0, estimated from the two smallest deltas.
 
-    The theorem's is 1/2.
+    The theorem's power is 1/2.
     """
     first, second = sorted((row for row in rows if row.varied == "delta"), key=lambda row: row.value)[:2]
     rise = second.paper.theorem.actual / first.paper.theorem.actual

@@ -385,7 +385,7 @@ def test_a_damaged_point_is_left_out_and_named(
     assert reported(folder, tmp_path) is None
     out = " ".join(capsys.readouterr().out.split())
     assert f"{point.name}: {file} has changed since it was written" in out
-    assert done or "not finished, 1 of 2 begun points have a result" in out
+    assert done or "not finished, 1 of 2 started points have a result" in out
 
 
 # ------------------------------------------------------------------------------------------------ policies

@@ -14,7 +14,7 @@ import pytest
 from attnpo.display.figures import training_curves
 from attnpo.display.look import COLOURS, DPI, INK, ArmStyle, ScoreInterval, axis_limits, make_arm_styles
 from attnpo.display.page import svg_path
-from attnpo.lab.figures import ArmPanel, FrontierPoint, LayerPoint, arm_figure, frontier, layer_curve
+from attnpo.lab.figures import ArmPanel, FrontierPoint, LayerPoint, arm_figure, frontier_figure, layer_curve
 
 BLUE, ORANGE, GREEN = (colour.lower() for colour in COLOURS[:3])
 
@@ -81,11 +81,11 @@ def test_frontier(tmp_path: Path) -> None:
         FrontierPoint("diverged", math.inf, 0.0),
     ]
     base = ScoreInterval(-0.1, -0.2, 0.0)
-    path = frontier(points, tmp_path / "f.png", limits=(0.5, 1, 2), base_reward=base, title="t")
+    path = frontier_figure(points, tmp_path / "f.png", limits=(0.5, 1, 2), base_reward=base, title="t")
     told = read_drawing(path)
     assert GREEN not in told, "an arm without a finite point takes no colour"
     assert "stroke-width: 1.8" in told, "the ring around the best point"
-    assert "opacity: 0.18" in told and "1 points not finite, left out" in told and "dash-dotted: KL" in told
+    assert "opacity: 0.18" in told and "left out, not finite: 1 points" in told and "dash-dotted: KL" in told
     whole = svg_path(path).read_text(encoding="utf-8")
     root = ElementTree.fromstring(whole)
     words = [text for node in root.iter("{http://www.w3.org/2000/svg}text") for text in node.itertext()]
@@ -93,9 +93,11 @@ def test_frontier(tmp_path: Path) -> None:
     assert "prefers-color-scheme:dark" in whole and INK in whole and "<script" not in whole
     assert 'style="fill: #ffffff"' not in told, "no background"
     plain = [FrontierPoint(p.arm, p.kl, p.reward, p.label) for p in points]
-    told = read_drawing(frontier(plain, tmp_path / "g.png", base_reward=-0.1))
+    told = read_drawing(frontier_figure(plain, tmp_path / "g.png", base_reward=-0.1))
     assert "stroke-width: 1.8" not in told and "opacity: 0.18" not in told
-    again = [svg_path(frontier([], tmp_path / name / "f.png")).read_text(encoding="utf-8") for name in ("1", "2")]
+    again = [
+        svg_path(frontier_figure([], tmp_path / name / "f.png")).read_text(encoding="utf-8") for name in ("1", "2")
+    ]
     assert again[0] == again[1], "the same figure gives the same file"
 
 
@@ -105,8 +107,8 @@ def test_a_point_far_off_stands_at_the_edge_and_does_not_press_the_others_togeth
         FrontierPoint("uniform", 2.0, 0.3),
         FrontierPoint("truth", 400.0, -0.8),
     ]
-    frontier(points, tmp_path / "far.png", limits=[2.0])
-    frontier(points, tmp_path / "all.png")
+    frontier_figure(points, tmp_path / "far.png", limits=[2.0])
+    frontier_figure(points, tmp_path / "all.png")
 
     def widest(name: str) -> int:
         wanted = np.array([int(BLUE[i : i + 2], 16) / 255 for i in (1, 3, 5)])
@@ -150,7 +152,7 @@ def test_an_arm_looks_the_same_whatever_is_drawn_with_it() -> None:
 def test_an_arms_colour_is_that_of_its_look_in_every_figure(tmp_path: Path) -> None:
     looks = {"a": ArmStyle("#c2185b"), "b": ArmStyle("#2f8f9d"), "u": ArmStyle(INK, "s", "--")}
     points = [FrontierPoint(arm, 1.0, 0.1 * place) for place, arm in enumerate("bua")]
-    first = frontier(points, tmp_path / "f.png", looks=looks)
+    first = frontier_figure(points, tmp_path / "f.png", looks=looks)
     levels = {arm: ScoreInterval(0.2, 0.1, 0.3) for arm in "ab"}
     second = arm_figure([ArmPanel("t", "x", levels)], tmp_path / "a.png", looks=looks)
     third = layer_curve([LayerPoint(1, 0.1, arm="a"), LayerPoint(2, 0.2, arm="b")], tmp_path / "l.png", looks=looks)

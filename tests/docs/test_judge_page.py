@@ -12,7 +12,7 @@ from attnpo.config.compose import load
 from attnpo.judge.settings import TraceRules
 from attnpo.objectives.twdpo import twdpo_loss
 from attnpo.schema import SIDES
-from experiments.pages.judge_to_loss import DOCS, NAME, block, main, placed, svg
+from experiments.pages.judge_to_loss import DOCS, NAME, draw_svg, insert_block, main, page_block
 from tests.run.worlds import build_world
 
 RECORD: dict[str, Any] = json.loads((DOCS / f"{NAME}.json").read_text(encoding="utf-8"))
@@ -54,9 +54,9 @@ def check(record: dict[str, Any]) -> None:
 
 def test_the_page_and_its_picture_are_those_of_the_record() -> None:
     page = (DOCS / "judge_prompts.md").read_text(encoding="utf-8")
-    assert placed(page, block(RECORD)) == page and RECORD["prompts"][0]["text"].strip() in page
+    assert insert_block(page, page_block(RECORD)) == page and RECORD["prompts"][0]["text"].strip() in page
     assert RECORD["command"] in page
-    assert (DOCS / f"{NAME}.svg").read_text(encoding="utf-8") == svg(RECORD)
+    assert (DOCS / f"{NAME}.svg").read_text(encoding="utf-8") == draw_svg(RECORD)
 
 
 def test_its_options_mean_what_they_say_as_a_shell_hands_them_on() -> None:

@@ -25,8 +25,8 @@ from experiments.gains.cases import (
     TRUE_MASS,
     TRUE_NOISE,
     Harvest,
-    collect,
-    comparisons,
+    arms_to_compare,
+    collect_study_cases,
     read_cases,
 )
 
@@ -166,7 +166,7 @@ def test_arms_are_told_by_their_config() -> None:
         "older": {key: value for key, value in record(ATTENTION).items() if key != "objective.loss_type"},
     }
     told = [("uniform", "attention"), ("rollout", "attention"), ("carried", "attention"), ("older", "attention")]
-    assert list(comparisons(arms)) == told
+    assert list(arms_to_compare(arms)) == told
 
 
 def test_what_is_known_of_a_case_by_hand(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_what_is_known_of_a_case_by_hand(tmp_path: Path) -> None:
     an_analysis(folder, "few, 0.3", 4, {1: (0.7, 0.2), 2: (9.0, 9.0)})
     an_analysis(folder, "0.3", 4, {1: (8.0, 8.0)})
     harvest = Harvest()
-    assert collect(read_study(folder), "s", 1.0, harvest) == []
+    assert collect_study_cases(read_study(folder), "s", 1.0, harvest) == []
     (case,) = harvest.cases().to_dict("records")
     assert (case["world"], case["seed"], case["group"]) == ("s: few, 0.3", 4, "s: few, 0.3, seed 4")
     assert case["gain"] == pytest.approx(0.125)
@@ -193,7 +193,7 @@ def test_only_points_of_the_tables_count(tmp_path: Path) -> None:
     a_point(folder / "points" / "a-lr=5e-05-beta=0.3-seed0-0000000a", 0, Ran(9.0), seconds=3.5)
     a_point(folder / "points" / "a-lr=5e-05-beta=1.0-seed0-0000000b", 0, Ran(9.0))
     harvest = Harvest()
-    collect(read_study(folder), "s", 1.0, harvest)
+    collect_study_cases(read_study(folder), "s", 1.0, harvest)
     assert harvest.cases()["gain"].tolist() == pytest.approx([0.25])
 
 
@@ -203,8 +203,8 @@ def test_the_newest_of_several_measures_counts_and_is_named(tmp_path: Path) -> N
     an_analysis(folder, "", 0, {1: (0.7, 0.2)}, at=9)
     an_analysis(folder, "", 0, {1: (0.5, 0.1)}, at=1)
     harvest = Harvest()
-    notes = collect(read_study(folder), "s", 1.0, harvest)
-    assert notes == ["s: several measures of faithfulness, the newest taken: seed 0"]
+    notes = collect_study_cases(read_study(folder), "s", 1.0, harvest)
+    assert notes == ["s: several faithfulness analyses, using the newest: seed 0"]
     assert harvest.cases()[FAITHFUL].tolist() == [0.5]
 
 
@@ -217,7 +217,7 @@ def test_another_analysis_with_weights_of_its_own_is_no_measure_of_faithfulness(
     an_analysis(folder, "", 0, {1: (0.7, 0.2)})
     write_record(folder / "analyses" / f"probe-seed0-{1:016x}.json", {"of": "x", "found": found})
     harvest = Harvest()
-    assert collect(read_study(folder), "s", 1.0, harvest) == []
+    assert collect_study_cases(read_study(folder), "s", 1.0, harvest) == []
     assert harvest.cases()[FAITHFUL].tolist() == [0.7]
 
 
@@ -226,7 +226,7 @@ def test_a_path_that_ends_early_is_no_case(tmp_path: Path) -> None:
     runs = {("u", 0): Ran(0.25), ("u", 1): Ran(0.25, kl=0.5), ("a", 0): Ran(0.5), ("a", 1): Ran(0.5)}
     folder = a_study(tmp_path / "s", arms, {**runs, ("b", 0): Ran(0.5, kl=0.5), ("b", 2): Ran(0.5)}, worlds=False)
     harvest = Harvest()
-    collect(read_study(folder), "s", 1.0, harvest)
+    collect_study_cases(read_study(folder), "s", 1.0, harvest)
     assert harvest.cases()[["seed", "gain"]].to_numpy().tolist() == [[0, 0.25]]
     assert harvest.lost == {
         "the arm's path has no point near KL 1": 1,
@@ -248,7 +248,7 @@ def test_two_studies_with_the_same_runs_count_once(tmp_path: Path, capsys: pytes
     assert (world["world"], world["cases"], world["seeds"]) == ("one", "2", "2")
     (faithful,) = [row for row in rows_of(folder, "known") if row["number"] == FAITHFUL]
     assert faithful["cases"] == "1", "what only the second study measured is known of the first's run"
-    assert "counted once, though several studies have them: 1" in capsys.readouterr().out
+    assert "counted once although several studies have them: 1" in capsys.readouterr().out
 
 
 def test_cases_stand_for_the_folders_of_their_studies(tmp_path: Path) -> None:
@@ -264,10 +264,10 @@ def test_cases_stand_for_the_folders_of_their_studies(tmp_path: Path) -> None:
     assert rows and sorted(rows) == sorted(line.split(",") for line in (again / "gains.csv").read_text().splitlines())
     write_gains([file, again / "cases.json"], tmp_path / "both")
     assert (tmp_path / "both" / "r" / "gains.csv").read_text().splitlines()[0] == together.splitlines()[0]
-    with pytest.raises(UserError, match=r"cases\.json: expected cases at KL 2, it has those at KL 1; give --kl 1"):
+    with pytest.raises(UserError, match=r"cases\.json: expected cases at KL 2, but they are at KL 1; use --kl 1"):
         write_gains([file], tmp_path / "l", 2)
     file.write_text(file.read_text().replace('"seed": 1', '"seed": 2', 1))
-    with pytest.raises(UserError, match=r"cases\.json: expected the cases\.json of an earlier report, unchanged since"):
+    with pytest.raises(UserError, match=r"cases\.json: expected the unchanged cases\.json of an earlier report"):
         write_gains([file], tmp_path / "d")
 
 
@@ -285,7 +285,7 @@ def test_the_committed_cases_are_whole_and_give_the_pages_table(
     rows = [line for line in (tmp_path / "r" / "gains.md").read_text(encoding="utf-8").splitlines() if "[-" in line]
     assert len(rows) >= len(KNOWN) and [row for row in rows[: len(KNOWN)] if row not in page] == []
     assert main([str(docs / "gain_cases.json"), "--output", str(tmp_path / "other")]) == 2
-    assert "expected cases at KL 1, it has those at KL 0.5; give --kl 0.5" in capsys.readouterr().err
+    assert "expected cases at KL 1, but they are at KL 0.5; use --kl 0.5" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ what follows
@@ -339,7 +339,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"study\.json: expected the configs of the study's arms"):
         write_gains([lone], tmp_path)
     (lone / "tables.json").unlink()
-    with pytest.raises(UserError, match="lone: expected a finished study, not finished, 9 of 9"):
+    with pytest.raises(UserError, match="lone: expected a finished study, but it is not finished, 9 of 9"):
         write_gains([lone], tmp_path)
     shutil.rmtree(lone)
     with pytest.raises(UserError, match="there is none"):

@@ -7,7 +7,13 @@ import pytest
 from pandas import DataFrame
 
 from experiments.gains import prediction
-from experiments.gains.prediction import clustered, held_out, over_worlds, rank_correlation, within_groups
+from experiments.gains.prediction import (
+    cluster_bootstrap,
+    correlation_over_worlds,
+    correlation_within_groups,
+    predict_held_out,
+    rank_correlation,
+)
 
 COLUMNS = ["world", "seed", "group", "gain"]
 
@@ -29,7 +35,11 @@ def cases_of(worlds: int, seeds: int = 3, weights: int = 3, *, noise: float, see
 
 def test_a_planted_number_is_found() -> None:
     cases = cases_of(8, noise=0.1)
-    over, within, held = over_worlds(cases, "signal"), within_groups(cases, "signal"), held_out(cases, "signal")
+    over, within, held = (
+        correlation_over_worlds(cases, "signal"),
+        correlation_within_groups(cases, "signal"),
+        predict_held_out(cases, "signal"),
+    )
     assert over.mean > 0.9 and over.excludes_zero and (over.seeds, over.prompts) == (24, 72)
     assert within.mean > 0.5 and within.excludes_zero and within.seeds == 24
     assert held is not None and held.right > 0.85 > held.majority and held.beats_majority and held.correlation > 0.8
@@ -37,10 +47,10 @@ def test_a_planted_number_is_found() -> None:
 
 def test_a_number_that_goes_with_nothing_is_not_found() -> None:
     cases = cases_of(8, noise=0.1)
-    assert not over_worlds(cases, "chance").excludes_zero
-    held = held_out(cases, "chance")
+    assert not correlation_over_worlds(cases, "chance").excludes_zero
+    held = predict_held_out(cases, "chance")
     assert held is not None and not held.beats_majority
-    assert math.isnan(within_groups(cases, "chance").mean), "the same for all weights of a judge: no order"
+    assert math.isnan(correlation_within_groups(cases, "chance").mean), "the same for all weights of a judge: no order"
 
 
 def test_many_runs_of_a_world_are_no_more_worlds() -> None:
@@ -52,7 +62,7 @@ def test_many_runs_of_a_world_are_no_more_worlds() -> None:
         for number, gain in gains.items()
         for seed in range(100)
     ]
-    over = over_worlds(DataFrame(cases, columns=[*COLUMNS, "number"]), "number")
+    over = correlation_over_worlds(DataFrame(cases, columns=[*COLUMNS, "number"]), "number")
     assert over.mean == pytest.approx(0.4, abs=0.05) and over.low < 0 < over.high
 
 
@@ -74,25 +84,28 @@ def test_over_twelve_worlds_chance_is_seldom_found_and_a_strong_relation_mostly(
                 for seed in range(5)
                 for _ in range(3)
             ]
-        hits.append(over_worlds(DataFrame(cases, columns=[*COLUMNS, "number"]), "number").excludes_zero)
+        hits.append(correlation_over_worlds(DataFrame(cases, columns=[*COLUMNS, "number"]), "number").excludes_zero)
     assert least <= np.mean(hits) <= most
 
 
 def test_one_world_has_no_interval_and_cannot_be_left_out() -> None:
     cases = cases_of(1, noise=0.1)
-    over, within = over_worlds(cases, "signal"), within_groups(cases, "signal")
+    over, within = correlation_over_worlds(cases, "signal"), correlation_within_groups(cases, "signal")
     assert over.mean > 0.5 and over.text(2).endswith("[no interval]") and math.isnan(over.low)
     assert math.isnan(within.low) and not over.excludes_zero
-    assert held_out(cases, "signal") is None and held_out(cases_of(2, noise=0.1), "signal") is None
-    assert held_out(cases_of(5, noise=0.1), "rare") is None, "only one world has it"
+    assert predict_held_out(cases, "signal") is None and predict_held_out(cases_of(2, noise=0.1), "signal") is None
+    assert predict_held_out(cases_of(5, noise=0.1), "rare") is None, "only one world has it"
 
 
 def test_a_number_that_nobody_has_or_that_never_varies_is_nan() -> None:
     cases = cases_of(4, noise=0.1)
     for name in ("same", "unknown"):
-        over = over_worlds(cases, name)
-        assert math.isnan(over.mean) and math.isnan(over.low) and held_out(cases, name) is None
-    assert over_worlds(cases, "unknown").prompts == 0 and within_groups(cases[:0], "signal").seeds == 0
+        over = correlation_over_worlds(cases, name)
+        assert math.isnan(over.mean) and math.isnan(over.low) and predict_held_out(cases, name) is None
+    assert (
+        correlation_over_worlds(cases, "unknown").prompts == 0
+        and correlation_within_groups(cases[:0], "signal").seeds == 0
+    )
 
 
 def test_a_constant_number_predicts_the_middle_of_the_others() -> None:
@@ -103,7 +116,7 @@ def test_a_constant_number_predicts_the_middle_of_the_others() -> None:
         for world, row in gains.items()
         for seed, gain in enumerate(row)
     ]
-    held = held_out(DataFrame(cases, columns=[*COLUMNS, "number"]), "number")
+    held = predict_held_out(DataFrame(cases, columns=[*COLUMNS, "number"]), "number")
     assert held is not None and held.majority == pytest.approx(2 / 3) and math.isfinite(held.correlation)
     # c is called positive like a and b, which is wrong; a and b see c far below, on a line that they extend: right
     assert held.right == pytest.approx(2 / 3) and not held.beats_majority
@@ -117,7 +130,7 @@ def test_a_line_of_two_numbers_uses_both() -> None:
             one, other = random.normal(size=2)
             cases.append((f"w{world}", seed, f"{world}", one - other, one, other))
     frame = DataFrame(cases, columns=[*COLUMNS, "one", "other"])
-    one, both = held_out(frame, "one"), held_out(frame, "one", "other")
+    one, both = predict_held_out(frame, "one"), predict_held_out(frame, "one", "other")
     assert one is not None and both is not None and both.correlation > 0.9 > one.correlation
 
 
@@ -130,7 +143,7 @@ def test_seeds_and_worlds_are_drawn_whole() -> None:
         seen.append(sorted(rows.tolist()))
         return float(len(rows))
 
-    interval = clustered(nested, note)
+    interval = cluster_bootstrap(nested, note)
     assert interval.mean == 6 and (interval.seeds, interval.prompts) == (3, 6)
     for rows in seen[1:]:
         counts = [rows.count(row) for row in range(6)]

@@ -13,7 +13,7 @@ from attnpo.lab.studies.tables import main_table
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
 from attnpo.system.files import safe_filename
-from experiments.gains.cases import LENGTH, Harvest, collect
+from experiments.gains.cases import LENGTH, Harvest, collect_study_cases
 from tests.docs.test_own_data import write_model
 from tests.gains.test_gains import Ran, a_study, record
 from tests.lab.reports.test_reporting import a_run as bare_run
@@ -106,7 +106,7 @@ def test_its_gains_are_read(true_study: Finished) -> None:
     results = [result for _, result in true_study.outcome.points]
     level = 0.9 * min(result.truth["test"].numbers["kl"] for result in results if result.truth)
     harvest = Harvest()
-    collect(read_study(true_study.folder), "out", level, harvest)
+    collect_study_cases(read_study(true_study.folder), "out", level, harvest)
     (case,) = harvest.cases().to_dict("records")
     assert case["world"] == "out" and harvest.lost == {}
     assert 0 < case["effective share"] <= 1
@@ -119,23 +119,23 @@ def test_what_is_not_finished_says_so(tmp_path: Path) -> None:
     study = attnpo.load_study(tmp_path / "s")
     assert not study.is_finished and list(study.points["run"]) == ["uniform-seed0-0"] and len(study.samples) == 0
     for frame in ("arms", "frontier"):
-        with pytest.raises(UserError, match=r"there is no table yet.*not finished, 1 of 1 begun points"):
+        with pytest.raises(UserError, match=r"no tables yet.*not finished, 1 of 1 started points"):
             getattr(study, frame)
     (run,) = study.runs()
     assert math.isclose(run.result.metrics["val/loss"], 0.5) and "not checked" in run.notes[0]
-    with pytest.raises(UserError, match=r"its setting has no known truth"):
+    with pytest.raises(UserError, match=r"the run's setting has no known reward"):
         run.scores  # noqa: B018
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "config.yaml").write_text("a: 1\n")
-    with pytest.raises(UserError, match=r"the run is not finished, it has config\.yaml and no result\.json.*name=r"):
+    with pytest.raises(UserError, match=r"the run is not finished: it has config\.yaml but no result\.json.*name=r"):
         attnpo.load_run(tmp_path / "r")
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
     run, study = bare_run(tmp_path / "r", 0.5), older_study(tmp_path / "s", {"uniform": 0.5})
-    with pytest.raises(UserError, match=r"found that of a run; load_run reads it"):
+    with pytest.raises(UserError, match=r"found a run; use load_run"):
         attnpo.load_study(run)
-    with pytest.raises(UserError, match=r"found that of a study; load_study reads it"):
+    with pytest.raises(UserError, match=r"found a study; use load_study"):
         attnpo.load_run(study)
     for load in (attnpo.load_run, attnpo.load_study):
         with pytest.raises(UserError, match=r"expected the folder of a finished study .* found r/, s/"):

@@ -15,7 +15,7 @@ from attnpo.config.compose import load
 from attnpo.lab.testbed import prepare
 from attnpo.lab.testbed.grammar import ReviewPrompt
 from attnpo.lab.testbed.pairs import prompt_row, write_jsonl
-from experiments.pages.notebooks import NOTEBOOKS, executed, settled
+from experiments.pages.notebooks import NOTEBOOKS, execute_notebooks, normalize_outputs
 from tests.docs.test_links import LINK
 from tests.run.worlds import GRAMMAR, World, build_world
 
@@ -100,7 +100,7 @@ def test_it_can_be_read_with_its_outputs(path: Path) -> None:
         texts = [cell.source, *(out.get("text", "") for out in cell.get("outputs", []))]
         texts += [out.get("data", {}).get(name, "") for out in cell.get("outputs", []) for name in mime - {"image/png"}]
         assert [text for text in texts if TELLTALE.search(text)] == []
-    assert notebook == settled(read(path)), "run `make notebooks`"
+    assert notebook == normalize_outputs(read(path)), "run `make notebooks`"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -152,7 +152,9 @@ def again(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Notebo
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATTNPO_OVERRIDES", " ".join(SMALL))
         patch.setenv("ATTNPO_CACHE", str(store))
-        yield {path.stem: notebook for path, notebook in zip(NOTEBOOKS, executed(NOTEBOOKS, folder), strict=True)}
+        yield {
+            path.stem: notebook for path, notebook in zip(NOTEBOOKS, execute_notebooks(NOTEBOOKS, folder), strict=True)
+        }
 
 
 def test_an_execution_gives_the_same_kinds_of_outputs(again: dict[str, NotebookNode]) -> None:

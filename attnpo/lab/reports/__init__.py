@@ -1,1 +1,1 @@
-"""Finished folders and token weights as tables: the command ``python -m attnpo.report``."""
+"""Tables of finished runs and studies, and of token weights: the command ``python -m attnpo.report``."""

@@ -1,4 +1,4 @@
-"""Reports of finished folders: each study's tables again, studies side by side, runs row by row, a paper's numbers."""
+"""Reports on finished folders: each study's tables, studies side by side, a table of runs, and a paper's numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,38 +15,46 @@ from attnpo.display.printed import (
     shared_keys,
 )
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, ordered_cells
-from attnpo.lab.reports.output import RUNS, publish
+from attnpo.lab.reports.output import RUNS, publish_report
 from attnpo.lab.reports.report_config import RUN, STUDY
-from attnpo.lab.results import StudyResults, kind_in, read_study, run_row, run_warnings, setting_in, warn_unsealed
+from attnpo.lab.results import (
+    StudyResults,
+    folder_kind,
+    read_setting_name,
+    read_study,
+    run_row,
+    run_warnings,
+    unsealed_warnings,
+)
 
-METHOD = "method"  # what the paper's tables call the column that names the rows
+METHOD = "method"  # the paper's name for the column of row names
 SETTING = "setting"
-MODELS = (SETTING, "base_model", "model")  # columns that say whose numbers a printed row holds, the first that is there
+MODELS = (SETTING, "base_model", "model")  # columns that may name a printed row's model; the first one present counts
 KEYS = ("world", "arm")
 HEADLINES = ("reward", "val accuracy")
-GRADED = "scores of graded answers are no part of a study's folder"
+GRADED = "a study's folder has no scores of graded answers"
 
 
 @dataclass(frozen=True)
-class Ours:
-    """Table that printed rows may meet, and the settings of its numbers; none where its folders do not say."""
+class ResultTable:
+    """Our table that printed rows are joined to, with the settings of its numbers (empty if unknown)."""
 
     table: KeyedTable
     settings: frozenset[str]
 
 
-def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], output: Path, mark: str) -> None:
+def write_folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], output: Path, mark: str) -> None:
     """Prints the tables of finished folders and writes them, with the studies' figures, to ``output``.
 
-    ``kind``: study or run; empty goes by what each folder holds. ``printed``: CSV files, of which each study has those
-    rows that are of its setting, in a table below its own (the runs likewise). UserError for a folder that holds
-    nothing of the kind.
+    ``kind``: "study" or "run"; empty detects it per folder. ``printed``: CSV files of a paper's numbers; rows of a
+    study's setting are shown in a table below its own, and likewise for runs. ``mark``: digest of the command. Raises
+    UserError for a folder that is not of the given kind.
     """
-    kinds = [kind or kind_in(folder) for folder in folders]
+    kinds = [kind or folder_kind(folder) for folder in folders]
     studies = [read_study(folder) for folder, one in zip(folders, kinds, strict=True) if one == STUDY]
     runs = [folder for folder, one in zip(folders, kinds, strict=True) if one == RUN]
     notes = [f"{study.title}: {line}" if len(studies) > 1 else line for study in studies for line in study.notes]
-    names = column_names([study.path for study in studies])
+    names = unique_folder_names([study.path for study in studies])
     told = [
         [
             replace(table, name=name, title=f"{name}: {table.title}" if table.title else name)
@@ -55,27 +63,27 @@ def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], o
         for study, name in zip(studies, names, strict=True)
     ]
     if runs:
-        rows = [{**run_row(folder), "run": name} for folder, name in zip(runs, column_names(runs), strict=True)]
+        rows = [{**run_row(folder), "run": name} for folder, name in zip(runs, unique_folder_names(runs), strict=True)]
         told.append([runs_table(rows)])
-        notes += warn_unsealed(runs)
+        notes += unsealed_warnings(runs)
         notes += [line for folder in runs for line in run_warnings(folder)]
-    settings = [[study.setting] for study in studies] + [[setting_in(folder) for folder in runs]] * bool(runs)
-    ours = [Ours(tables[0], frozenset(filter(None, of))) for tables, of in zip(told, settings, strict=True)]
+    settings = [[study.setting] for study in studies] + [[read_setting_name(folder) for folder in runs]] * bool(runs)
+    ours = [ResultTable(tables[0], frozenset(filter(None, of))) for tables, of in zip(told, settings, strict=True)]
     for path in printed:
-        joined, lines = put_beside(ours, path)
+        joined, lines = join_printed_rows(ours, path)
         notes += lines
         for tables, table in zip(told, joined, strict=True):
             tables[1:1] = [] if table is None else [table]
     finished = [study for study in studies if study.is_finished]
-    together = [side_by_side(finished)] if len(finished) > 1 else []
-    sections = [section for study in finished for section in pictures(study)]
+    together = [studies_table(finished)] if len(finished) > 1 else []
+    sections = [section for study in finished for section in figure_sections(study)]
     every = [*together, *(table for tables in told for table in tables)]
     title = ", ".join([*(study.title for study in studies), *(path.resolve().name for path in runs)])[:120]
-    publish(title, every, notes, output, STUDY if studies else "runs", mark, sections, why=GRADED)
+    publish_report(title, every, notes, output, STUDY if studies else "runs", mark, sections, why=GRADED)
 
 
 def keyed_tables(study: StudyResults) -> list[KeyedTable]:
-    """Returns the tables that a study printed; of one that is not finished the listing of its runs."""
+    """Returns a study's printed tables with row keys; for an unfinished study, the table of its runs."""
     if not study.is_finished:
         return [replace(runs_table(study.rows), title=study.state)]
     tables = []
@@ -87,10 +95,10 @@ def keyed_tables(study: StudyResults) -> list[KeyedTable]:
     return tables
 
 
-def headline(table: KeyedTable) -> tuple[str, dict[tuple[Cell, ...], str]]:
-    """Returns the column that tells a study's arms apart and its cells by the row's keys, with the interval after it.
+def headline_column(table: KeyedTable) -> tuple[str, dict[tuple[Cell, ...], str]]:
+    """Returns the main metric of a study's table: its column, and its cells by row key, each with its interval.
 
-    The reward, else the validation accuracy, else the first column of numbers; "" for a table without one.
+    Picks the reward, else the validation accuracy, else the first numeric column; "" for a table without any.
     """
     numeric = [
         name
@@ -111,15 +119,15 @@ def headline(table: KeyedTable) -> tuple[str, dict[tuple[Cell, ...], str]]:
     return name, cells
 
 
-def side_by_side(studies: Sequence[StudyResults]) -> KeyedTable:
-    """Returns several studies in one table: a row per arm, a column per study with its headline number."""
-    names = column_names([study.path for study in studies])
+def studies_table(studies: Sequence[StudyResults]) -> KeyedTable:
+    """Builds one table of several studies: one row per arm, and one column per study with its main metric."""
+    names = unique_folder_names([study.path for study in studies])
     keys = tuple(key for key in KEYS if any(key in study.printed[0][1].columns for study in studies)) or ("arm",)
     by_key: dict[tuple[Cell, ...], dict[str, Cell]] = {}
     columns = list(keys)
     for study, name in zip(studies, names, strict=True):
         table = keyed_tables(study)[0]
-        what, cells = headline(table)
+        what, cells = headline_column(table)
         column = f"{name}: {what}" if what else name
         columns.append(column)
         for row_key, text in cells.items():
@@ -130,8 +138,8 @@ def side_by_side(studies: Sequence[StudyResults]) -> KeyedTable:
     return KeyedTable("studies", "Studies side by side", tuple(columns), rows, keys, None, {})
 
 
-def column_names(paths: Sequence[Path]) -> list[str]:
-    """Names folders by as many last parts of their paths as tell them apart."""
+def unique_folder_names(paths: Sequence[Path]) -> list[str]:
+    """Names folders by the shortest ends of their paths that are unique."""
     every = [path.resolve().parts for path in paths]
 
     def name_of(parts: tuple[str, ...]) -> str:
@@ -142,7 +150,7 @@ def column_names(paths: Sequence[Path]) -> list[str]:
 
 
 def runs_table(rows: Sequence[Mapping[str, Cell]]) -> KeyedTable:
-    """Returns the rows of several runs as one table, with the columns that any of them has, the seconds last."""
+    """Builds one table of several runs with every column that any of them has, seconds last."""
     columns = sorted(dict.fromkeys(column for row in rows for column in row), key=lambda column: column == "s/run")
     digits = {"beta": 4, "KL": 2, "length": 1, "coverage": 4, "source coverage": 4, "s/run": 1}
     return KeyedTable("runs", "Finished runs", tuple(columns), tuple(rows), RUNS, None, digits)
@@ -151,28 +159,26 @@ def runs_table(rows: Sequence[Mapping[str, Cell]]) -> KeyedTable:
 # ------------------------------------------------------------------------------------------------ printed numbers
 
 
-def put_beside(ours: Sequence[Ours], path: Path) -> tuple[list[KeyedTable | None], list[str]]:
-    """Returns for each of our tables the rows of a file that are of its setting, joined with ours.
+def join_printed_rows(ours: Sequence[ResultTable], path: Path) -> tuple[list[KeyedTable | None], list[str]]:
+    """Joins the printed rows of a file to each of our tables, by setting; returns the joined tables and notes.
 
-    And what must be said.
-
-    A row without any of ours is shown once, below the first table of its setting. UserError when the file has no column
-    that names our rows.
+    The table is None if the file has no rows of its setting. A printed row that matches none of ours is shown once,
+    with the first table of its setting. Raises UserError if no column of the file names our rows.
     """
-    files = [read_rows(path, one.table) for one in ours]
+    files = [read_printed_rows(path, one.table) for one in ours]
     mine: list[list[int]] = []
     met: set[tuple[int, int]] = set()
     for number, (file, one) in enumerate(zip(files, ours, strict=True)):
         keys = shared_keys(one.table, file)
-        # Settings are compared by letters and digits alone; a row that says nothing of its model may stand beside any.
-        settings, names = set(map(letters, one.settings)), [whose(row) for row in file.rows]
-        mine.append([place for place, name in enumerate(names) if name is None or letters(name) in settings])
+        # Settings are compared by letters and digits only. A row without a model can match any setting.
+        settings, names = set(map(normalize_name, one.settings)), [row_model(row) for row in file.rows]
+        mine.append([place for place, name in enumerate(names) if name is None or normalize_name(name) in settings])
         for place in mine[-1]:
             if any(has_same_keys(row, file.rows[place], keys, fold=True) for row in one.table.rows):
                 met.add((number, place))
     every = {place for places in mine for place in places}
     left = every - {place for _, place in met}
-    notes = about_rows(path, files[0], ours, sorted(left), every)
+    notes = unmatched_row_notes(path, files[0], ours, sorted(left), every)
     tables: list[KeyedTable | None] = []
     for number, (file, one) in enumerate(zip(files, ours, strict=True)):
         shown = [place for place in mine[number] if (number, place) in met or place in left]
@@ -189,10 +195,10 @@ def put_beside(ours: Sequence[Ours], path: Path) -> tuple[list[KeyedTable | None
     return tables, notes
 
 
-def read_rows(path: Path, table: KeyedTable) -> PublishedTable:
-    """Returns a file with its rows named as ours are; its methods stand for arms (or runs) where it has none.
+def read_printed_rows(path: Path, table: KeyedTable) -> PublishedTable:
+    """Reads a file of printed numbers with our key columns; its methods count as arms (or runs) if it has none.
 
-    UserError when it has neither.
+    Raises UserError when it has neither column.
     """
     item = table.keys[-1]
     printed = read_published_table(path, [*table.keys, METHOD, *MODELS])
@@ -202,46 +208,48 @@ def read_rows(path: Path, table: KeyedTable) -> PublishedTable:
     return printed
 
 
-def whose(row: Mapping[str, Cell]) -> str | None:
-    """Returns the setting a printed row is of, or the name of its model; None when it does not say."""
+def row_model(row: Mapping[str, Cell]) -> str | None:
+    """Returns a printed row's setting, or else the name of its model; None if it has neither."""
     return next((str(row[name]) for name in MODELS if row.get(name) is not None), None)
 
 
-def letters(name: str) -> str:
-    """Returns a name without case and signs: a model's name as the paper writes it is then that of its setting."""
+def normalize_name(name: str) -> str:
+    """Returns a name in lower case, letters and digits only, so that a paper's model name matches our setting's."""
     return "".join(sign for sign in name.casefold() if sign.isalnum())
 
 
-def about_rows(
-    path: Path, printed: PublishedTable, ours: Sequence[Ours], left: Sequence[int], mine: set[int]
+def unmatched_row_notes(
+    path: Path, printed: PublishedTable, ours: Sequence[ResultTable], left: Sequence[int], mine: set[int]
 ) -> list[str]:
-    """Lines on the rows of a file that are of another model, and on those of which we have no row."""
-    others = ", ".join(dict.fromkeys(str(whose(row)) for place, row in enumerate(printed.rows) if place not in mine))
+    """Lists notes on a file's rows that belong to another model or have no counterpart in our tables."""
+    others = ", ".join(
+        dict.fromkeys(str(row_model(row)) for place, row in enumerate(printed.rows) if place not in mine)
+    )
     settings = ", ".join(sorted({setting for one in ours for setting in one.settings}))
-    here = f"{SETTING} {settings}" if settings else "an unknown setting (no config.yaml says it)"
+    here = f"{SETTING} {settings}" if settings else "an unknown setting (no config.yaml names it)"
     if not mine:
-        return [f"{file_label(path)}: left out, its numbers belong to other models ({others}) than these, of {here}"]
+        return [f"{file_label(path)}: left out: its rows are of other models ({others}), and these are of {here}"]
     lines = [f"{file_label(path)}: rows of other models left out ({others})"] if others else []
     item = ours[0].table.keys[-1]
     if left and item in printed.columns:
         lacking = dict.fromkeys(str(printed.rows[place][item]) for place in left)
-        lines.append(f"{file_label(path)}: printed alone, with no {item} of ours: {', '.join(lacking)}")
+        lines.append(f"{file_label(path)}: printed rows without a matching {item} of ours: {', '.join(lacking)}")
     return lines
 
 
 # ------------------------------------------------------------------------------------------------ page
 
 
-def pictures(study: StudyResults) -> list[Section]:
-    """Returns a finished study's own figures, as its study.json names them, and every one of its runs."""
-    images = [Image(path, path.stem) for path in figures(study)]
+def figure_sections(study: StudyResults) -> list[Section]:
+    """Returns page sections with a finished study's figures and the table of all its runs."""
+    images = [Image(path, path.stem) for path in list_figures(study)]
     sections = [Section(f"{study.title}: figures", images)] if images else []
     if study.rows:
         sections.append(Section(f"{study.title}: every run", [TableBlock(list(study.rows[0]), study.rows)]))
     return sections
 
 
-def figures(study: StudyResults) -> list[Path]:
-    """Lists the figures that a study drew where they are still there."""
+def list_figures(study: StudyResults) -> list[Path]:
+    """Lists the PNG figures named in a study's study.json that still exist."""
     drawn = [study.path / name for name in study.record.get("figures", []) if name.endswith(".png")]
     return [path for path in drawn if path.is_file()]

@@ -1,4 +1,4 @@
-"""Report's tables for the terminal, as Markdown, LaTeX, CSV and one page, written into the report's folder."""
+"""Prints a report's tables and writes them as Markdown, LaTeX, CSV and an HTML page into the report's folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from attnpo.run.folders import make_folder
 from attnpo.schema import UserError
 from attnpo.system.files import parse_json, write_atomically
 
-MARK = "report.json"  # of a report's folder: the command that wrote it
+MARK = "report.json"  # in a report's folder: digest of the command that wrote it
 RUNS = ("run",)  # the keys of a listing of runs
 Rows = Sequence[Mapping[str, Cell]]
 
 
-def publish(
+def publish_report(
     title: str,
     tables: Sequence[KeyedTable],
     notes: Sequence[str],
@@ -33,15 +33,15 @@ def publish(
 ) -> None:
     """Prints the tables and notes, and writes STEM.md, STEM.tex, STEM.csv and report.html with ``sections`` below.
 
-    The CSV has a column that names the table; columns of the others are empty there. ``by``: a table that has this
-    column and one more that tells items apart is printed in parts, one beside the other. ``why``: why printed columns
-    may have none of ours.
+    The CSV holds all tables: one column names the table, and columns of other tables are empty. ``mark``: digest of the
+    command. ``by``: tables with this column are printed in parts side by side, one part per value. ``why``: reason to
+    print if columns of a paper have no counterpart in our tables.
     """
-    notes = [*dict.fromkeys(notes), *absent(tables, why)]
+    notes = [*dict.fromkeys(notes), *unmatched_column_notes(tables, why)]
     below = [Section("Notes", [Paragraph(line) for line in notes])] if notes else []
     read = [format_missing(table) for table in tables]
     console = make_console()
-    print_sections(console, [*(section for table in read for section in on_terminal(table, by)), *below])
+    print_sections(console, [*(section for table in read for section in terminal_sections(table, by)), *below])
     told = [Section(table.title, [TableBlock(table.columns, table.rows, digits=table.digits)]) for table in read]
     columns = ["table", *dict.fromkeys(name for table in tables for name in table.columns)]
     texts = {
@@ -56,8 +56,8 @@ def publish(
     console.print(f"  {folder}/report.html, {stem}.md, {stem}.tex, {stem}.csv", highlight=False, markup=False)
 
 
-def on_terminal(table: KeyedTable, by: str | None) -> list[Section]:
-    """Returns what is printed of a table: heads break between words, and its parts stand beside each other."""
+def terminal_sections(table: KeyedTable, by: str | None) -> list[Section]:
+    """Formats a table for the terminal: headers wrap at words, and its parts are printed side by side."""
     table = drop_constant_columns(table)
     digits = {name.replace("_", " "): count for name, count in table.digits.items()}
 
@@ -66,7 +66,7 @@ def on_terminal(table: KeyedTable, by: str | None) -> list[Section]:
         cells = [[row.get(name) for name in columns] for row in rows]
         return TableBlock([name.replace("_", " ") for name in columns], cells, part, digits, naming=naming)
 
-    # A table whose last key is not ``by`` and that has a column ``by`` is cut by its group and by ``by``.
+    # A table with a column ``by`` that is not its last key is split by its group and by ``by``.
     if by is None or by not in table.columns or table.keys[-1] == by or table.group is None:
         return [Section(table.title, [block("", table.columns, table.rows)])]
     outer = [name for name in table.keys if name not in (by, table.keys[-1])]
@@ -82,7 +82,7 @@ def on_terminal(table: KeyedTable, by: str | None) -> list[Section]:
 
 
 def drop_constant_columns(table: KeyedTable) -> KeyedTable:
-    """Returns a listing of runs with the columns that tell them apart, the others in its title."""
+    """Drops the columns of a run table that are the same in all rows, and puts their values into its title."""
     if table.keys != RUNS or len(table.rows) < 2:
         return table
     first = table.rows[0]
@@ -95,22 +95,25 @@ def drop_constant_columns(table: KeyedTable) -> KeyedTable:
     )
 
 
-def absent(tables: Sequence[KeyedTable], why: str) -> list[str]:
-    """Returns a line on printed columns that have none of ours beside them, if there are any, with ``why`` after it."""
+def unmatched_column_notes(tables: Sequence[KeyedTable], why: str) -> list[str]:
+    """Returns a note on a paper's columns without counterpart in our tables, followed by ``why``; empty if none."""
     lacking = dict.fromkeys(name for table in tables for name in unmatched_columns(table))
     reason = f": {why}" if why else ""
-    return [f"printed alone, with none of ours: {', '.join(lacking)}{reason}"] if lacking else []
+    return [f"printed columns without ours: {', '.join(lacking)}{reason}"] if lacking else []
 
 
-def check_free(folder: Path, mark: str, *, instead: str = "name= another folder below `output`") -> None:
-    """Raises UserError for a folder with anything but an earlier report of the same command.
+def check_output_folder(folder: Path, mark: str, *, instead: str = "name= another folder below `output`") -> None:
+    """Checks that a folder is empty or holds an earlier report of the same command.
 
-    ``instead``: what to give for another place.
+    ``instead``: advice on how to choose another folder.
+
+    Raises:
+        UserError: the folder is unreadable or holds anything else.
     """
     try:
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     except OSError as problem:
-        raise UserError(f"output=: {folder} must be a folder that can be read, but: {problem.strerror}") from problem
+        raise UserError(f"output=: {folder} must be a readable folder, but: {problem.strerror}") from problem
     held = [name for name in names if not name.startswith(".")]  # its lock
     if not held:
         return

@@ -1,4 +1,4 @@
-"""Configuration of the judge's passport. Light: known before anything heavy is loaded."""
+"""Configuration of the judge's passport. Has no heavy imports."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +12,12 @@ from attnpo.schema import UserError, check_at_least, check_seed, digest
 
 @dataclass(frozen=True)
 class PassportSettings:
-    """Settings of the passport: how much of the data is judged, and what is measured (config node ``passport``).
+    """Settings of the passport: how much data is judged, and what is measured (config node ``passport``).
 
-    ``pairs`` are drawn by ``seed`` from both splits; of the first ``removal_pairs`` of them (0: none) the top-weighted
-    ``shares`` of the tokens are removed and compared with ``draws`` random removals from the same places, an even
-    number so that the judge's liking for a place cancels. ``layers`` empty looks at every layer with attention.
-    ``bins``: of confidence.
+    ``pairs``: number of pairs drawn by ``seed`` from both splits. ``removal_pairs``: number of these on which the
+    top-weighted ``shares`` of the tokens are removed (0: none) and compared with ``draws`` random removals at the same
+    positions; an even number of draws cancels the judge's position bias. ``layers``: layers to measure; empty means
+    every layer with attention. ``bins``: number of confidence bins.
     """
 
     pairs: int = 256
@@ -38,7 +38,7 @@ class PassportSettings:
 
 @dataclass(frozen=True)
 class PassportConfig(FitConfig):
-    """Judge's passport; its key of ``configs/passport.yaml``, where it is explained, and those of ``fit``."""
+    """Config of the judge's passport: the keys of ``fit`` and ``passport``, explained in ``configs/passport.yaml``."""
 
     trains: ClassVar[bool] = False
 
@@ -49,21 +49,21 @@ class PassportConfig(FitConfig):
         if "judge" not in self.weights.requires:
             chosen = self.composed.choices.get("weights", type(self.weights).__name__)
             raise UserError(
-                f"weights={chosen} reads no judge, so there is none to look at: leave weights= out, or choose weights "
-                "that read one (weights=attention)"
+                f"weights={chosen} uses no judge, so there is nothing to measure: omit weights=, or choose weights "
+                "that use one (weights=attention)"
             )
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
+        """Lists config keys without effect, with reasons."""
         reason = "the passport trains nothing"
-        own = {"judge.verdict": "the passport reads verdicts whatever it says", "transforms": reason}
+        own = {"judge.verdict": "the passport always reads verdicts", "transforms": reason}
         return {**super().unread(), **dict.fromkeys(TRAINING, reason), **own}
 
-    def mark(self) -> str:
-        """Returns the digest of everything the command asks for: what tells its folder from those of others."""
+    def command_digest(self) -> str:
+        """Returns a digest of all settings of the command, which identifies its folder."""
         return digest({key: value for key, value in self.values.items() if key not in PLACES})[:16]
 
-    def folder(self) -> Path:
-        """Returns the folder below ``output``: ``name``, else the setting's and a digest of the command."""
+    def report_folder(self) -> Path:
+        """Returns the folder below ``output``: ``name`` if set, else named by the setting and the command's digest."""
         setting = self.composed.choices.get("setting", "setting")
-        return Path(self.output) / (self.name or f"passport-{setting}-{self.mark()[:8]}")
+        return Path(self.output) / (self.name or f"passport-{setting}-{self.command_digest()[:8]}")

@@ -1,4 +1,4 @@
-"""Configuration of ``attnpo.report``, known before anything heavy is loaded."""
+"""Configuration of ``attnpo.report``. Has no heavy imports."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -10,16 +10,16 @@ from attnpo.run.run_config import TRAINING
 from attnpo.schema import UserError
 
 KINDS = (WEIGHTS, STUDY, RUN, SCORES) = ("weights", "study", "run", "scores")
-# Parts of the config that move no number of a report.
+# Parts of the config that change no number in a report.
 PLACES = ("name", "output", "store", "lock_timeout", "composed")
-# Keys that every report reads, and those that each kind of report on files reads beside them; "" goes by the folders.
+# Keys that every report reads, and further keys by kind of report on folders; "" detects the kind.
 OF_FOLDERS = ("what", "name", "output", "lock_timeout", "composed")
 READ = {**dict.fromkeys(("", STUDY, RUN), ("printed",)), SCORES: ("printed", "label")}
 
 
 @dataclass(frozen=True)
 class ReportConfig(FitConfig):
-    """Report; a field per key of ``configs/report.yaml``, where each is explained, and those of ``fit``."""
+    """Config of a report: the keys of ``fit``, and those explained in ``configs/report.yaml``."""
 
     trains: ClassVar[bool] = False
 
@@ -35,8 +35,8 @@ class ReportConfig(FitConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.what and kind_of(self.what) == WEIGHTS and self.what != (WEIGHTS,):
-            raise UserError(f"report weights: expected GROUP=OPTION or KEY=VALUE after it, got {self.what[1]!r}")
+        if self.what and report_kind(self.what) == WEIGHTS and self.what != (WEIGHTS,):
+            raise UserError(f"report weights: expected GROUP=OPTION or KEY=VALUE after `weights`, got {self.what[1]!r}")
         if isinstance(self.layers, str) and self.layers != "all":
             raise UserError(f"layers: expected all or a list such as [1,2,1/2,last], got {self.layers!r}")
         twice = [layer for layer in dict.fromkeys(self.layers) if list(self.layers).count(layer) > 1]
@@ -44,15 +44,15 @@ class ReportConfig(FitConfig):
             raise UserError(f"layers: expected each layer once, got {twice[0]} more than once")
         if self.min_count < 1 or self.top < 1 or self.heat_maps < 0 or self.explorer < 0:
             raise UserError("min_count and top must be at least 1, heat_maps and explorer at least 0")
-        for path in files(self.printed):
+        for path in printed_files(self.printed):
             if not path.is_file():
-                raise UserError(f"printed={path}: expected a CSV file, there is none")
+                raise UserError(f"printed={path}: expected a CSV file, but there is none")
 
     def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
+        """Lists config keys without effect, with reasons."""
         if not self.what:
             return {}
-        kind = kind_of(self.what)
+        kind = report_kind(self.what)
         if kind == WEIGHTS:
             alone = {} if self.explorer else {"against": "explorer=0 draws no explorer"}
             return {**super().unread(), **dict.fromkeys(TRAINING, "a report trains nothing"), **alone}
@@ -60,8 +60,11 @@ class ReportConfig(FitConfig):
         return dict.fromkeys(names, "finished folders are read as they are")
 
 
-def kind_of(what: Sequence[str]) -> str:
-    """Returns the kind of report its words ask for, empty for folders alone. UserError when nothing is asked for."""
+def report_kind(what: Sequence[str]) -> str:
+    """Returns the kind of report named by the first argument; empty if only folders are given.
+
+    Raises UserError if there is nothing to report on.
+    """
     first = what[0] if what else None
     if first is None or (first in KINDS and first != WEIGHTS and len(what) == 1):
         raise UserError(
@@ -71,6 +74,6 @@ def kind_of(what: Sequence[str]) -> str:
     return first if first in KINDS else ""
 
 
-def files(printed: Sequence[str] | str) -> list[Path]:
-    """Returns the CSV files of ``printed``, a name or a list of names."""
+def printed_files(printed: Sequence[str] | str) -> list[Path]:
+    """Returns the CSV files given by ``printed``, a name or a list of names."""
     return [Path(path).expanduser() for path in ([printed] if isinstance(printed, str) else printed)]

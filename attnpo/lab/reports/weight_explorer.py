@@ -1,7 +1,6 @@
-"""``report weights explorer=N``: the stored weights of N training pairs, of one or two sources, as one page to search.
+"""``report weights explorer=N``: searchable page of the weights of N training pairs, from one or two sources.
 
-The combined round is what the objective multiplies. A single round is finished and aligned by itself, before
-transforms.
+The objective uses the combined round. A single round is finished and aligned separately, before transforms.
 """
 
 import shlex
@@ -17,7 +16,7 @@ from attnpo.data.prepared import ExampleRecipe, read_pairs
 from attnpo.display.explorer import ExplorerPair, ExplorerView, write_explorer
 from attnpo.display.output import make_console
 from attnpo.lab.reports.report_config import ReportConfig
-from attnpo.lab.reports.weight_report import asked_layers, each_weights, model_label, weights_label
+from attnpo.lab.reports.weight_report import inputs_by_layer, model_label, requested_layers, weights_label
 from attnpo.run.inputs import Inputs, encode_splits, heat_map_pairs
 from attnpo.run.models import reference_table
 from attnpo.run.resolve import resolve
@@ -30,12 +29,12 @@ from attnpo.weights.pipeline import training_weights
 PAGE = "explorer.html"
 
 
-def weight_explorer(cfg: ReportConfig, folder: Path) -> None:
-    """Writes ``explorer.html`` of the first ``cfg.explorer`` training pairs to ``folder``.
+def write_weight_explorer(cfg: ReportConfig, folder: Path) -> None:
+    """Writes ``explorer.html`` with the first ``cfg.explorer`` training pairs to ``folder``.
 
-    ``cfg.against``: words that make the second source's configuration out of this one, overrides or, without ``=``, an
-    option of weights. Log-probabilities of the reference are shown for pairs that the store has them of. Raises
-    UserError when a source computes its weights in training, or when the two are not on the same training tokens.
+    ``cfg.against``: overrides that turn this configuration into the second source's; a word without ``=`` is an option
+    of ``weights``. Shows the reference's log-probabilities of pairs that have them in the store. Raises UserError if a
+    source computes its weights in training, or if the two sources have different training tokens.
     """
     configs = [cfg]
     more = [word if "=" in word else f"weights={word}" for word in shlex.split(cfg.against or "")]
@@ -52,8 +51,8 @@ def weight_explorer(cfg: ReportConfig, folder: Path) -> None:
         texts = encode_splits(read_pairs(run.data, run.weights, base.store), base, run.lengths)
         recipe = ExampleRecipe(run.weights, None, [*run.transforms.values()], run.align, run.data)
         name, layered = choices.get("weights"), hasattr(run.weights, "layer")
-        layers = asked_layers(run.weights, name, readers, run.layers if layered else ())
-        every = each_weights(recipe, readers, run.auto_layer, texts, layers)
+        layers = requested_layers(run.weights, name, readers, run.layers if layered else ())
+        every = inputs_by_layer(recipe, readers, run.auto_layer, texts, layers)
         labelled = ((weights_label(made.weighed.source, name, run.transforms), made) for made in every)
         sources.append(collect_pairs(labelled, texts.encoded["train"], base.tokenizer, run.explorer))
     pairs = sources[0]
@@ -63,9 +62,9 @@ def weight_explorer(cfg: ReportConfig, folder: Path) -> None:
             pair_id: merge_views(pair, others[pair_id], marked) for pair_id, pair in pairs.items() if pair_id in others
         }
     if not pairs:
-        raise UserError(f"explorer={cfg.explorer}: the sources have no pair in common; give a larger number")
-    shown = with_logps(pairs, table)
-    note = "on training tokens; combined: as the objective reads them; a single round: before transforms"
+        raise UserError(f"explorer={cfg.explorer}: the sources have no pair in common; use a larger number")
+    shown = add_reference_logps(pairs, table)
+    note = "weights on training tokens; combined: as used by the objective; single round: before transforms"
     path = write_explorer(folder / PAGE, shown, title=f"Token weights: {label}", note=note)
     make_console().print(f"  {path}", highlight=False, markup=False)
 
@@ -73,27 +72,27 @@ def weight_explorer(cfg: ReportConfig, folder: Path) -> None:
 def collect_pairs(
     every: Iterable[tuple[str, Inputs]], train: EncodedSet, tokenizer: PreTrainedTokenizerBase, count: int
 ) -> dict[str, ExplorerPair]:
-    """Returns the first ``count`` pairs that all layers of a source keep, by id, with a view per layer and round.
+    """Returns the first ``count`` pairs present at all layers of a source, by id, with one view per layer and round.
 
-    ``every``: the source at each layer, with its label.
+    ``every``: a label and the weighted inputs for each layer.
     """
     kept: dict[str, ExplorerPair] = {}
     for number, (label, made) in enumerate(every):
         if isinstance(made.weighed.source, OnlineSource):
             raise UserError(
-                f"explorer: {label} computes its weights in training, so the store has none to show; take other weights"
+                f"explorer: {label} computes its weights in training, so none are stored; choose other weights"
             )
-        found = first_pairs(made, train, tokenizer, label, count)
+        found = first_pair_views(made, train, tokenizer, label, count)
         if number:
             found = {name: merge_views(kept[name], pair) for name, pair in found.items() if name in kept}
         kept = found
     return kept
 
 
-def first_pairs(
+def first_pair_views(
     made: Inputs, encoded: EncodedSet, tokenizer: PreTrainedTokenizerBase, label: str, count: int
 ) -> dict[str, ExplorerPair]:
-    """Returns the first ``count`` training pairs with their views: combined, and each of the judge's rounds."""
+    """Returns the first ``count`` training pairs by id, with a combined view and one per judge round."""
     sides = {pair.pair_id: both for pair, both in zip(encoded.pairs, encoded.encoded, strict=True)}
     option, *transforms = label.split(" + ")
     option, _, layer = option.partition(" ")
@@ -122,16 +121,16 @@ def first_pairs(
 
 
 def merge_views(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> ExplorerPair:
-    """Returns the pair with the other's views too; sources of the same name get ``marked`` behind it.
+    """Adds the other pair's views to the first's; ``marked`` is appended to source names that exist in both.
 
-    UserError when the two are not on the same training tokens.
+    Raises UserError if the two have different training tokens.
     """
     first, second = (next(iter(views.values())) for views in (pair, other))
     for (name, mine), (_, theirs) in zip(first.sides, second.sides, strict=True):
         if mine.token_ids != theirs.token_ids:
             raise UserError(
-                f"against: pair {first.pair.pair_id}, {name}: the second source has other training tokens; let against "
-                "change weights and judge, and leave model, data and lengths as they are"
+                f"against: pair {first.pair.pair_id}, {name}: the second source has different training tokens; against "
+                "may change weights and judge, but not model, data or lengths"
             )
     taken = {view.source for view in pair} if marked else set()
     named = {
@@ -140,8 +139,8 @@ def merge_views(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> Ex
     return {**pair, **named}
 
 
-def with_logps(pairs: Mapping[str, ExplorerPair], table: StoreTable) -> list[ExplorerPair]:
-    """Returns the pairs with the reference's log-probabilities where the store has them, in the view they open with."""
+def add_reference_logps(pairs: Mapping[str, ExplorerPair], table: StoreTable) -> list[ExplorerPair]:
+    """Adds the reference's log-probabilities from the store, where present, to the first view of each pair."""
     first = {pair_id: next(iter(pair)) for pair_id, pair in pairs.items()}
     sides = {pair_id: [side for _, side in pairs[pair_id][view].sides] for pair_id, view in first.items()}
     lengths = {pair_id: (len(chosen.tokens), len(rejected.tokens)) for pair_id, (chosen, rejected) in sides.items()}

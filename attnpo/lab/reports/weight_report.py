@@ -1,12 +1,12 @@
-"""Paper's statistics tables for the weights a run would train with: from the store, for one or many layers.
+"""Paper's statistics tables for the weights a run would train with, for one or several layers.
 
-Which rows a table stands on: concentration and most-weighted tokens are about what the objective multiplies, so they
-are read off the training examples (after the sink rule, transforms, alignment and truncation). The sink share is about
-what the judge looked at before the sink rule took it away, so it is read off the source's own tokens with the sink
-kept, before transforms and alignment. Either way of the training pairs that are kept, no pair of validation.
+Concentration and most-weighted tokens describe the weights that the objective uses, so they are measured on the
+training examples (after the sink rule, transforms, alignment and truncation). The sink share describes the judge's
+attention before the sink rule removes it, so it is measured on the source's own tokens, before transforms and
+alignment. All tables use the training pairs that are kept, and no validation pairs.
 
-Shares and the effective number are those of |w| / sum |w|, so they do not change with the scale of a row and also hold
-for factors and signed rows; ``mass``, ``max`` and ``std`` are of the row as it is.
+Shares and the effective number are computed from |w| / sum |w|, so they do not depend on a row's scale and also apply
+to factors and signed rows. ``mass``, ``max`` and ``std`` are computed from the raw row.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,9 +41,9 @@ from attnpo.display.weighed_pair import WeighedPair
 from attnpo.judge.layers import HeadRow, distinct_layers, layers_with_attention
 from attnpo.judge.settings import Judge
 from attnpo.judge.verdicts import judge_warning
-from attnpo.lab.auto_layer import at_layers
-from attnpo.lab.reports.output import publish
-from attnpo.lab.reports.report_config import ReportConfig, files
+from attnpo.lab.auto_layer import replace_layers
+from attnpo.lab.reports.output import publish_report
+from attnpo.lab.reports.report_config import ReportConfig, printed_files
 from attnpo.models.spec import ModelSpec
 from attnpo.run.components import LayerFinder
 from attnpo.run.input_summary import describe_lost_weights_of_split
@@ -74,10 +74,11 @@ DIGITS = {
 
 @dataclass(frozen=True)
 class WeightStatistics:
-    """One set of weights, by its ``label``.
+    """Statistics of one set of weights, named by ``label``.
 
-    Statistics by side, shares before the sink rule, means of the tokens met often enough, how often the most frequent
-    token is met on one side, what became of the pairs, heat maps.
+    ``sides``: mean statistics by side. ``sink``: mean statistics before the sink rule. ``tokens``: mean weights of the
+    frequent tokens by side. ``most``: count of the most frequent token on one side. ``account``: pairs read and kept,
+    coverage, warnings. ``heat``: pairs for heat maps.
     """
 
     label: str
@@ -89,21 +90,19 @@ class WeightStatistics:
     heat: list[WeighedPair]
 
 
-def weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
+def write_weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
     """Prints the tables of the weights that ``cfg`` describes, and writes them with heat maps to ``folder``.
 
-    The page has those of the first pairs, ``heat-WEIGHTS.svg`` that of the first one alone. ``mark``: digest of all
-    that the command asks for.
-
-    Weights that the store lacks are computed as for a run, all layers in one judge pass.
+    The page has the heat maps of the first pairs, ``heat-WEIGHTS.svg`` only the first one. Weights missing in the store
+    are computed as for a run, all layers in one judge pass. ``mark``: digest of the command.
     """
     run, base, readers, built = resolve(cfg)
     texts = encode_splits(read_pairs(run.data, run.weights, base.store), base, run.lengths)
     name, transforms = run.composed.choices.get("weights"), run.transforms
     recipe = ExampleRecipe(run.weights, None, [*transforms.values()], run.align, run.data)
-    layers = asked_layers(run.weights, name, readers, run.layers)
+    layers = requested_layers(run.weights, name, readers, run.layers)
     measured = [
-        measure(
+        measure_weights(
             made,
             texts.encoded["train"],
             base.tokenizer,
@@ -111,18 +110,18 @@ def weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
             min_count=run.min_count,
             heat_maps=run.heat_maps,
         )
-        for made in each_weights(recipe, readers, run.auto_layer, texts, layers)
+        for made in inputs_by_layer(recipe, readers, run.auto_layer, texts, layers)
     ]
     piece = base.tokenizer.convert_ids_to_tokens
     setting = run.composed.choices.get("setting", "prepared") if built else None
     model = model_label(run.judge, base.spec, setting) if run.label is None else run.label
     tables = weight_tables(measured, model, lambda token: str(piece(token)), min_count=cfg.min_count, top=cfg.top)
-    notes = notes_on(measured, run.seed, run.min_count)
+    notes = weight_notes(measured, run.seed, run.min_count)
     shown = [[table] for table in tables]
-    for path in files(cfg.printed):
+    for path in printed_files(cfg.printed):
         printed = read_published_table(path, KEYS)
         place = find_matching_table(tables, printed)
-        mine, lines = rows_on(printed, model)
+        mine, lines = select_model_rows(printed, model)
         shown[place] += [join_published(tables[place], mine)] if mine.rows else []
         notes += lines
     ranked = (row for row in tables[1].rows if isinstance(row["rank"], int) and row["rank"] <= cfg.top)
@@ -136,43 +135,45 @@ def weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
         *(Section(f"Account: {one.label}", [KeyValues(one.account)]) for one in measured),
         Section("Versions and configuration", [KeyValues(package_versions()), CodeBlock(to_yaml(run.values))]),
     ]
-    publish(f"Token weights: {model}", [*chain(*shown)], notes, folder, "weights", mark, sections, by="side")
+    publish_report(f"Token weights: {model}", [*chain(*shown)], notes, folder, "weights", mark, sections, by="side")
     for one in measured:
         if one.heat:
             path = write_svg(one.heat[:1], folder / f"heat-{safe_filename(one.label)}.svg")
             make_console().print(f"  {path}", highlight=False, markup=False)
 
 
-# ------------------------------------------------------------------------------------------------ what is weighed
+# ------------------------------------------------------------------------------------------------ weights
 
 
-def asked_layers(
+def requested_layers(
     source: WeightSource, name: str | None, readers: Readers, layers: Sequence[int | str] | str
 ) -> list[int | None]:
-    """Returns the layers to report on as numbers, each once; [None] for the weights as they are configured.
+    """Returns the distinct layers to report on as numbers; [None] for the weights as configured.
 
-    ``name``: the option of weights. UserError for weights without a layer to choose, and for layers outside the
-    judge's.
+    ``name``: chosen option of ``weights``. Raises UserError for weights without a layer, and for layers that the judge
+    does not have.
     """
     if not layers:
         return [None]
     if not hasattr(source, "layer"):
-        raise UserError(f"layers: weights={name} has no layer to choose; leave layers out")
+        raise UserError(f"layers: weights={name} has no layer to choose; omit layers=")
     depth = readers.make_judge().num_layers
     return list(layers_with_attention(depth) if layers == "all" else distinct_layers(layers, depth, "layers"))
 
 
-def each_weights(
+def inputs_by_layer(
     recipe: ExampleRecipe, readers: Readers, finder: LayerFinder, texts: EncodedTexts, layers: Sequence[int | None]
 ) -> Iterator[Inputs]:
-    """Yields the weights of each layer on the training examples; the judge is asked at most once."""
+    """Yields the weighted training examples of each layer, with at most one judge pass in total."""
     source, encoded = recipe.source, texts.encoded
     chosen = [layer for layer in layers if layer is not None]
     if len(chosen) > 1 and not set(chosen) <= set(source.layers_to_store(readers.make_judge().num_layers)):
-        readers.weigh(at_layers(source, chosen[0], chosen), encoded)  # store_layers: selected would judge once a layer
+        readers.weigh(
+            replace_layers(source, chosen[0], chosen), encoded
+        )  # store_layers: selected would judge once a layer
     for layer in layers:
         here = (
-            at_layers(source, layer)
+            replace_layers(source, layer)
             if layer is not None
             else finder.resolve_layer(source, readers, encoded["train"])[0]
         )
@@ -186,7 +187,7 @@ def each_weights(
 # ------------------------------------------------------------------------------------------------ statistics
 
 
-def measure(
+def measure_weights(
     made: Inputs,
     encoded: EncodedSet,
     tokenizer: PreTrainedTokenizerBase,
@@ -195,7 +196,7 @@ def measure(
     min_count: int = 1,
     heat_maps: int = 0,
 ) -> WeightStatistics:
-    """Returns everything the tables say of one set of weights. UserError when no pair is left to train on.
+    """Computes all table statistics of one set of weights. Raises UserError if no training pair is left.
 
     ``encoded``: the training pairs.
     """
@@ -208,7 +209,7 @@ def measure(
         weights, scales = (
             [getattr(one, name)[place] for one in examples.examples] for name in ("weights", "weight_scales")
         )
-        sides[side] = summarize(
+        sides[side] = mean_statistics(
             response_statistics(one.weights[place], one.lengths[place]) for one in examples.examples
         )
         means = token_means(ids, weights, scales)
@@ -228,13 +229,13 @@ def measure(
         "weights lost": describe_lost_weights_of_split(made, "train"),
     }
     account |= {name: text for name, text in said.items() if text is not None}
-    sink = summarize(shares_before_sink(made.weighed, encoded, kept))
+    sink = mean_statistics(statistics_before_sink(made.weighed, encoded, kept))
     heat = heat_map_pairs(made, tokenizer, heat_maps) if heat_maps else []
     return WeightStatistics(label, sides, sink, tokens, most, account, heat)
 
 
-def shares_before_sink(weighed: WeighingResult, encoded: EncodedSet, kept: set[str]) -> Iterator[dict[str, float]]:
-    """Statistics of every kept response's row on the source's own tokens: rounds combined, the sink kept."""
+def statistics_before_sink(weighed: WeighingResult, encoded: EncodedSet, kept: set[str]) -> Iterator[dict[str, float]]:
+    """Yields the statistics of every kept response on the source's own tokens, before the sink rule."""
     source = weighed.source
     if source.postprocess is not None:
         source = replace(source, postprocess=replace(source.postprocess, sink_tokens=0))  # type: ignore[type-var]
@@ -258,10 +259,10 @@ def weight_tables(
     min_count: int = 100,
     top: int = 10,
 ) -> list[KeyedTable]:
-    """Returns the three tables, a row per weights (and side, and token): concentration, tokens, sink share.
+    """Builds three tables with a row per set of weights (and side, and token): concentration, tokens, sink share.
 
-    The table of tokens holds every token met ``min_count`` times, so that a printed one finds ours, whatever ``top``.
-    ``piece`` gives a token's text as the vocabulary has it.
+    The token table holds every token that occurs ``min_count`` times, whatever ``top`` is, so that a paper's tokens can
+    be joined. ``piece`` returns a token's text in the vocabulary.
     """
     rows: dict[str, list[dict[str, Cell]]] = {"statistics": [], "tokens": [], "sink": []}
     for one in measured:
@@ -274,7 +275,7 @@ def weight_tables(
     titles = {
         "statistics": "Concentration of the weights on training tokens, means over responses",
         "tokens": f"Most-weighted training tokens that occur at least {min_count} times, top {top} of each side",
-        "sink": "Percent of the mass on the first tokens, before the sink rule",
+        "sink": "Percent of the weight on the first tokens, before the sink rule",
     }
     heads = {name: tuple(found[0]) for name, found in rows.items() if name != "tokens"}
     heads["tokens"] = ("weights", "model", "side", "rank", "token", "weight", "relative", "count")
@@ -289,7 +290,7 @@ def weight_tables(
 
 
 def weights_label(source: WeightSource, option: str | None, transforms: Iterable[str]) -> str:
-    """Returns what the tables call these weights: the option, its layer, the transforms."""
+    """Returns a label for the weights: the option, its layers and the transforms."""
     name = option or type(source).__name__
     if hasattr(source, "layer"):
         rows = source.rows_to_read()
@@ -298,58 +299,59 @@ def weights_label(source: WeightSource, option: str | None, transforms: Iterable
 
 
 def model_label(judge: Judge, model: ModelSpec, setting: str | None) -> str:
-    """Returns what the tables call the model whose weights these are: the judge's own name, else the setting's.
+    """Returns a label for the model behind the weights: the last part of the judge's or policy's path.
 
-    ``setting``: of a model that ``prepare`` built, which has no name of its own.
+    ``setting``: used instead for a model built by ``prepare``, which has no name.
     """
     if judge.path is None and setting is not None:
         return setting
     return Path(judge.path or model.path).name
 
 
-def rows_on(printed: PublishedTable, model: str) -> tuple[PublishedTable, list[str]]:
-    """Returns the printed rows about a model, all of a file that names none, and a line on those about others."""
+def select_model_rows(printed: PublishedTable, model: str) -> tuple[PublishedTable, list[str]]:
+    """Returns the printed rows of a model (all if the file names no model), and a note on rows of other models."""
     mine = tuple(row for row in printed.rows if row.get(KEYS[0], model) == model)
     names = list(dict.fromkeys(str(row[KEYS[0]]) for row in printed.rows if row not in mine))
     lines = []
     if names and mine:
         lines.append(f"{file_label(printed.path)}: rows of other models left out ({', '.join(names)})")
     elif names:
-        said = f"say label={names[0]}" + (f" (or {', '.join(names[1:])})" if names[1:] else "")
+        said = f"set label={names[0]}" + (f" (or {', '.join(names[1:])})" if names[1:] else "")
         lines.append(
-            f"{file_label(printed.path)}: left out, its numbers belong to other models than {model}; where {model} is "
+            f"{file_label(printed.path)}: left out, its numbers are for other models than {model}; if {model} is "
             f"one of them under another name, {said}"
         )
     return replace(printed, rows=mine), lines
 
 
-def notes_on(measured: Sequence[WeightStatistics], seed: int, min_count: int) -> list[str]:
-    """Returns what a reader must know under the tables."""
+def weight_notes(measured: Sequence[WeightStatistics], seed: int, min_count: int) -> list[str]:
+    """Lists the notes below the tables: pairs used, what each table measures, and warnings."""
     cell = measured[0].account
     lines = [
         f"training split: {cell['pairs kept']} of {cell['pairs read']} pairs, both sides of each; seed {seed}",
-        "statistics and tokens: on training tokens, as the objective reads them (after the sink rule, transforms, "
-        "alignment and truncation); mean_length is |y|, the source's count",
-        "sink: on the source's own tokens before the sink rule, transforms and alignment; both sides together",
+        "statistics and tokens: measured on training tokens, as the objective uses them (after the sink rule, "
+        "transforms, alignment and truncation); mean_length is |y|, as the source counts it",
+        "sink: measured on the source's own tokens before the sink rule, transforms and alignment, both sides together",
     ]
     for name in ("warning", "weights lost"):
         lines += dict.fromkeys(f"WARNING: {one.account[name]}" for one in measured if name in one.account)
     most = max(one.most for one in measured)
     if most < min_count:
-        lines.append(f"no token occurs {min_count} times on one side (most: {most}); lower min_count")
+        lines.append(f"no token occurs {min_count} times on one side (largest count: {most}); lower min_count")
     return lines
 
 
 def response_statistics(weights: Float[Tensor, " m"], length: float | int | None = None) -> dict[str, float]:
-    """Returns the statistics of one row of at least one weight.
+    """Computes the statistics of one response's weights.
 
-    ``std``: over the tokens of the row, ddof 0. ``mean_length``: ``length``, which is |y| as the source counts it (the
-    number of weights by default). ``effective``: effective number of weights, 1 / sum a^2. ``effective_share``: the
-    same over the number of weights; 1 for uniform ones. ``entropy``: in nats. ``top10_share``: share of the most
-    weighted tenth of the tokens (rounded up). ``mass``: sum of the weights. ``uniform``: the share of a token under
-    uniform weights. ``first``, ``second``, ``third``: shares of these tokens, 0 where there is none.
+    ``std``: over the tokens of the row, ddof 0. ``mean_length``: ``length``, which is |y| as the source counts it (by
+    default the number of weights). ``effective``: effective number of weights, 1 / sum a^2. ``effective_share``: the
+    effective number divided by the number of weights; 1 for uniform weights. ``entropy``: in nats. ``top10_share``:
+    share of the tenth of the tokens (rounded up) with the largest weights. ``mass``: sum of the weights. ``uniform``:
+    share of a token under uniform weights. ``first``, ``second``, ``third``: shares of the first three tokens, 0 if
+    there are fewer.
 
-    A row without mass has effective number, entropy and shares 0. UserError for an empty or non-finite row.
+    Effective number, entropy and shares are 0 for a row without mass. Raises UserError for an empty or non-finite row.
     """
     count = weights.numel()
     if count == 0:
@@ -358,7 +360,7 @@ def response_statistics(weights: Float[Tensor, " m"], length: float | int | None
         bad = int((~torch.isfinite(weights)).sum())
         raise UserError(f"weight statistics: expected finite weights, got {bad} of {count} that are not")
     row, shares, effective = weights.double(), absolute_shares(weights), effective_token_count(weights)
-    tenth = -(-count // round(1 / TOP_SHARE))  # in whole numbers: 0.1 * 30 is above 3 in floating point
+    tenth = -(-count // round(1 / TOP_SHARE))  # integer arithmetic: 0.1 * 30 is above 3 in floating point
     return {
         "std": float(row.std(correction=0)),
         "max": float(row.max()),
@@ -373,10 +375,10 @@ def response_statistics(weights: Float[Tensor, " m"], length: float | int | None
     }
 
 
-def summarize(statistics: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean of every statistic over responses, each counting once, and their number ``responses``.
+def mean_statistics(statistics: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Averages every statistic over responses and adds their number as ``responses``.
 
-    UserError for none.
+    Raises UserError without responses.
     """
     rows = list(statistics)
     if not rows:
@@ -386,20 +388,20 @@ def summarize(statistics: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def statistics_row(model: str, side: str, summary: Mapping[str, float]) -> dict[str, str | float | int]:
-    """Returns a row of the paper's statistics table (side, model, std, max, mean_length) with what goes beyond it.
+    """Builds a row of the paper's statistics table (side, model, std, max, mean_length), with our further statistics.
 
-    Every number is the mean over responses of the response's own: std over its tokens, its largest weight, its |y|.
-    The paper does not spell this out; a maximum over all responses would be near 1, it prints 0.09 to 0.12.
+    Every number is a mean over responses: of the std over tokens, the largest weight, and |y|. The paper does not say
+    so, but a maximum over all responses would be near 1, and it prints 0.09 to 0.12.
     """
     numbers = {name: value for name, value in summary.items() if name not in ("uniform", *SINK)}
     return {"side": side, "model": model, **numbers}
 
 
 def sink_row(model: str, summary: Mapping[str, float]) -> dict[str, str | float | int]:
-    """Returns a row of the paper's sink table (model, percent of the mass on the first, second and third token).
+    """Builds a row of the paper's sink table: model, and percent of the weight on the first, second and third token.
 
-    ``summary``: of rows before the sink rule, both sides of all pairs. Beyond the paper: ``uniform_percent``, what each
-    of these tokens would get from uniform weights on responses of these lengths.
+    ``summary``: means before the sink rule, over both sides of all pairs. ``uniform_percent`` is our addition: the
+    percentage of each token under uniform weights on responses of these lengths.
     """
     percents = {f"{place}_token_percent": 100 * summary[place] for place in SINK}
     return {"model": model, **percents, "uniform_percent": 100 * summary["uniform"]}
@@ -411,10 +413,11 @@ def sink_row(model: str, summary: Mapping[str, float]) -> dict[str, str | float 
 def token_means(
     ids: Sequence[Sequence[int]], weights: Sequence[Float[Tensor, " _"]], lengths: Sequence[float | int]
 ) -> "pandas.DataFrame":
-    """Returns every token id by its mean weight over all responses, the largest first, as the paper has it.
+    """Returns the mean weight of every token id over all responses, largest first, as in the paper.
 
-    A token of short answers ranks high there for that reason alone: ``relative`` is the mean of the weight times
-    ``lengths``, |y| of a distribution and 1 of factors. Each occurrence counts once, and ties go to the smaller id.
+    Tokens of short answers rank high merely because of the length. ``relative`` corrects for this: it is the mean of
+    the weight times ``lengths``, which is |y| for a distribution and 1 for factors. Each occurrence counts once. Ties
+    go to the smaller id.
     """
     import pandas
 
@@ -431,6 +434,6 @@ def token_means(
 
 
 def token_rows(means: "pandas.DataFrame", decode: Callable[[int], str]) -> list[dict[str, str | float | int]]:
-    """Returns a row for each of ``means``, ranked in their order; ``decode`` gives the text of a token id."""
+    """Builds a table row for each of ``means``, ranked in order; ``decode`` returns the text of a token id."""
     rows = means.to_dict("index").items()
     return [{"rank": rank, "token": decode(token), **row} for rank, (token, row) in enumerate(rows, 1)]

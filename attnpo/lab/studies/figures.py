@@ -10,7 +10,16 @@ import numpy as np
 from attnpo.display.look import SOFT, ArmStyle, ArmStyles, ScoreInterval, make_arm_styles
 from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
 from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap, paired_difference
-from attnpo.lab.figures import ArmPanel, FrontierPoint, GainPoint, LayerPoint, arm_figure, frontier, gains, layer_curve
+from attnpo.lab.figures import (
+    ArmPanel,
+    FrontierPoint,
+    GainPoint,
+    LayerPoint,
+    arm_figure,
+    frontier_figure,
+    gain_figure,
+    layer_curve,
+)
 from attnpo.lab.studies.outcome import Outcome, PointResults, difference_text, interval_text
 from attnpo.lab.studies.study import BASE_ROW, WorldAxis
 from attnpo.lab.studies.tables import Row, arms_at_levels, column_names, rows_by_world
@@ -132,7 +141,7 @@ def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: ArmStyles) -> Image:
         }
         for level in outcome.study.kl_levels
     }
-    path = gains(
+    path = gain_figure(
         panels,
         outcome.folder / "gains.png",
         xlabel=axis.label,
@@ -187,7 +196,7 @@ def _world_figures(outcome: Outcome, world: str, looks: ArmStyles) -> Iterator[I
         for point in points
     ]
     for place, group in enumerate(split_arms_into_figures(list(best), outcome.study.control)):
-        path = frontier(
+        path = frontier_figure(
             [point for point in points if point.arm in group],
             _figure_path(outcome, "frontier", world, f"-{place + 1}" if place else ""),
             limits=sorted({*outcome.study.kl_levels, outcome.study.kl_limit}),

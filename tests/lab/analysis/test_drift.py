@@ -5,13 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attnpo.lab.drift import Moved, by_token, mean_gain, quantiles, ranking_accuracy, weight_classes
+from attnpo.lab.drift import ResponseShift, mean_gain, quantiles, ranking_accuracy, summarize_kl, weight_classes
 from experiments.theory.kl_by_weight import freedom
 
 # no partner, below uniform, uniform up to rounding, above, end of the turn (with a weight of its own)
 WEIGHTS = np.array([0.0, 0.25, 0.9999999, 2.75, 1.0])
 ENDS = np.array([False, False, False, False, True])
-ONE = Moved(np.array([1.0, 2.0, 3.0, 8.0, 2.0]), 1.5, ENDS, WEIGHTS, np.array([False, False, False, True, False]))
+ONE = ResponseShift(
+    np.array([1.0, 2.0, 3.0, 8.0, 2.0]), 1.5, ENDS, WEIGHTS, np.array([False, False, False, True, False])
+)
 
 
 def test_every_token_has_one_class() -> None:
@@ -25,7 +27,7 @@ def test_every_token_has_one_class() -> None:
 
 
 def test_shares_and_means_by_hand() -> None:
-    found = by_token([ONE])
+    found = summarize_kl([ONE])
     assert (found["responses"], found["tokens"], found["kl"]) == (1, 5, 16.0)
     assert found["classes"] == {
         "end_of_turn": {"tokens": 0.2, "kl": 0.125, "kl_per_token": 2.0},
@@ -40,17 +42,19 @@ def test_shares_and_means_by_hand() -> None:
     assert "deciles" not in found and "position" not in found, "five tokens have no tenths"
 
 
-def rows(count: int, seed: int = 0) -> list[Moved]:
+def rows(count: int, seed: int = 0) -> list[ResponseShift]:
     random, made = np.random.default_rng(seed), []
     for length in random.integers(5, 30, count):
         ends = np.arange(length) == length - 1
-        made.append(Moved(random.gamma(1.0, size=length), random.normal(), ends, random.gamma(1.0, size=length)))
+        made.append(
+            ResponseShift(random.gamma(1.0, size=length), random.normal(), ends, random.gamma(1.0, size=length))
+        )
     return made
 
 
 def test_shares_sum_to_one_and_deciles_are_those_of_freedom() -> None:
     responses = rows(40)
-    found = by_token(responses)
+    found = summarize_kl(responses)
     for name in ("tokens", "kl"):
         assert sum(one[name] for one in found["classes"].values()) == pytest.approx(1, abs=1e-5)
     weights, kl = [one.weights for one in responses], [one.kl for one in responses]
@@ -64,24 +68,24 @@ def test_shares_sum_to_one_and_deciles_are_those_of_freedom() -> None:
 
 
 def test_places_are_tenths_of_each_response() -> None:
-    responses = [Moved(np.arange(length) / length, 0.0, np.zeros(length, bool)) for length in (10, 20, 100)]
-    found = by_token(responses)["position"]["kl"]
+    responses = [ResponseShift(np.arange(length) / length, 0.0, np.zeros(length, bool)) for length in (10, 20, 100)]
+    found = summarize_kl(responses)["position"]["kl"]
     assert list(found) == [str(number) for number in range(1, 11)]
     assert list(found.values()) == pytest.approx(np.arange(10) / 10 + 0.04, abs=0.01)
 
 
 def test_equal_weights_have_no_deciles_and_unknown_ones_no_classes() -> None:
     even = [replace(one, weights=np.full(one.kl.size, 1.0)) for one in rows(5)]
-    found = by_token(even)
+    found = summarize_kl(even)
     assert "deciles" not in found and found["classes"]["below_uniform"]["tokens"] == 0
     assert found["classes"]["below_uniform"]["kl_per_token"] is None
-    unknown = by_token([*even[:-1], replace(even[-1], weights=None)])
+    unknown = summarize_kl([*even[:-1], replace(even[-1], weights=None)])
     assert set(unknown["classes"]) == {"end_of_turn", "other"} and "deciles" not in unknown
 
 
 def test_a_policy_equal_to_its_base_has_not_moved() -> None:
     still = [replace(one, kl=np.zeros(one.kl.size), gain=0.0) for one in rows(5)]
-    found = by_token(still)
+    found = summarize_kl(still)
     assert found["kl"] == 0 and set(found["deciles"]["kl"].values()) == {0.0}
     assert all(one["kl"] is None for one in found["classes"].values()), "a share of nothing"
     assert ranking_accuracy(still, still) == 0.5 and mean_gain(still) == 0

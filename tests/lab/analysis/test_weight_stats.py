@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from attnpo.lab.reports.weight_report import (
     SINK,
+    mean_statistics,
     response_statistics,
     sink_row,
     statistics_row,
-    summarize,
     token_means,
     token_rows,
 )
@@ -74,12 +74,12 @@ def test_refuses_what_has_no_statistics() -> None:
     with pytest.raises(UserError, match="1 of 2"):
         response_statistics(torch.tensor([1.0, math.nan]))
     with pytest.raises(UserError, match="at least one response"):
-        summarize([])
+        mean_statistics([])
 
 
 def test_the_printed_columns_are_those_of_the_paper(paper_tables: Path) -> None:
     """The heads of the paper's files, so that they can stand beside ours."""
-    summary = summarize([response_statistics(torch.ones(4))])
+    summary = mean_statistics([response_statistics(torch.ones(4))])
     (token,) = token_rows(token_means([[1]], [torch.ones(1)], [1]), str)
     ours = {
         "weight_statistics": statistics_row("m", "chosen", summary),

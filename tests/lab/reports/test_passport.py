@@ -243,7 +243,7 @@ def test_no_pairs(
 
 def test_weights_without_a_judge(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(world, tmp_path, capsys, "weights=uniform", "objective=dpo")
-    assert "weights=uniform reads no judge" in said and "weights=attention" in said
+    assert "weights=uniform uses no judge" in said and "weights=attention" in said
     assert not (tmp_path / "told").exists(), "told before anything is made"
 
 
@@ -271,4 +271,4 @@ def test_the_page_of_a_few_pairs_does_not_judge(world: World, tmp_path: Path) ->
     assert asked(world, tmp_path, "passport.pairs=1", "passport.removal_pairs=1") == 0
     found = told(tmp_path)
     assert found["judgement"]["worth"] == "doubtful" and found["accuracy"]["pull"]["low"] is None
-    assert "give at least 20 labelled pairs" in found["judgement"]["advice"]
+    assert "provide at least 20 labelled pairs" in found["judgement"]["advice"]

@@ -12,13 +12,13 @@ from attnpo.lab.reports.passport import (
     DOUBTFUL,
     READING,
     Estimate,
-    accuracy,
     assess_judge,
-    calibration,
-    layer_level,
-    margins,
-    mean,
-    share,
+    bonferroni_level,
+    mean_interval,
+    measure_calibration,
+    proportion,
+    verdict_accuracy,
+    verdict_margins,
 )
 from attnpo.schema import JudgeRound, PairWeights, TokenWeights, UserError
 
@@ -44,12 +44,12 @@ def stats(accuracy: float, pairs: int, other: float = 0.0) -> JudgeStatistics:
 def test_margins_are_ordered_by_the_chosen_answers_place() -> None:
     silent = PairWeights("silent", (JudgeRound(True, EMPTY, EMPTY), JudgeRound(False, EMPTY, EMPTY)))
     captured = [*(pair(str(row), *row) for row in FOUND.tolist()), silent, PairWeights("unreadable", ())]
-    assert margins(captured).tolist() == FOUND.tolist()
-    assert margins([silent]).shape == (0, 2)
+    assert verdict_margins(captured).tolist() == FOUND.tolist()
+    assert verdict_margins([silent]).shape == (0, 2)
 
 
 def test_accuracy_and_bias_by_hand() -> None:
-    found = accuracy(FOUND)
+    found = verdict_accuracy(FOUND)
     assert found["chosen_first"].value == 3 / 4 and found["chosen_second"].value == 1 / 4
     assert found["averaged"].value == 2.5 / 4  # means 2, 1, -1.5 and 0, which is half
     assert (found["averaged"].low, found["averaged"].high) == wilson_interval(2.5 / 4, 4)
@@ -61,7 +61,7 @@ def test_accuracy_and_bias_by_hand() -> None:
 
 def test_fits_lines_and_the_passport_say_the_same_numbers() -> None:
     captured = [pair(str(row), *row) for row in FOUND.tolist()]
-    statistics, found = judge_statistics(captured, (A, B)), accuracy(FOUND)
+    statistics, found = judge_statistics(captured, (A, B)), verdict_accuracy(FOUND)
     assert statistics.chosen_first == found["chosen_first"].value
     assert statistics.chosen_second == found["chosen_second"].value
     assert statistics.first_picked == found["first_picked"].value
@@ -81,10 +81,10 @@ def test_the_first_line_has_the_interval() -> None:
 
 
 def test_the_mean_has_students_interval() -> None:
-    found = mean(np.array([1.0, 2.0, 3.0]))
+    found = mean_interval(np.array([1.0, 2.0, 3.0]))
     reach = 4.302653 / math.sqrt(3)  # 97.5 % of t with 2 degrees, the deviation is 1
     assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 - reach, 2 + reach), abs=1e-5)
-    assert math.isnan(mean(np.array([1.0])).low) and math.isnan(share(np.array([])).value)
+    assert math.isnan(mean_interval(np.array([1.0])).low) and math.isnan(proportion(np.array([])).value)
 
 
 # ------------------------------------------------------------------------------------------------ calibration
@@ -98,7 +98,7 @@ def test_calibration_by_hand() -> None:
     """Ten bins of a twentieth: four pairs at 0.62, of which three are right, and two at 0.98, of which one is."""
     sure, nearly = logit(0.98), logit(0.62)
     verdicts = [nearly, nearly, nearly, -nearly, sure, -sure]
-    found = calibration(np.array([[value + 1, value - 1] for value in verdicts]))
+    found = measure_calibration(np.array([[value + 1, value - 1] for value in verdicts]))
     low, high = found["bins"]
     assert (low["low"], low["high"]) == pytest.approx((0.6, 0.65))
     assert (high["low"], high["high"]) == pytest.approx((0.95, 1.0))
@@ -112,26 +112,26 @@ def test_calibration_by_hand() -> None:
 
 def test_a_perfect_judge_shows_what_chance_leaves() -> None:
     """One pair at confidence 0.7: it is right, 0.3 away, in 70 %, and 0.7 away else; the mean distance is 0.42."""
-    assert calibration(np.array([[logit(0.7)] * 2]))["ideal"] == pytest.approx(0.42, abs=0.03)
+    assert measure_calibration(np.array([[logit(0.7)] * 2]))["ideal"] == pytest.approx(0.42, abs=0.03)
     random = np.random.default_rng(3)
     confidence = random.uniform(0.5, 1, 4000)
     verdict = np.where(random.random(4000) < confidence, 1, -1) * np.log(confidence / (1 - confidence))
-    found = calibration(np.stack([verdict, verdict], axis=1))
+    found = measure_calibration(np.stack([verdict, verdict], axis=1))
     assert found["error"] < 0.03 and found["error"] == pytest.approx(found["ideal"], abs=0.01)
     assert len(found["bins"]) == 10 and sum(one["accuracy"].count for one in found["bins"]) == 4000
 
 
 def test_even_and_certain_verdicts_have_a_bin() -> None:
-    found = calibration(np.array([[0.0, 0.0], [90.0, 90.0]]), bins=2)
+    found = measure_calibration(np.array([[0.0, 0.0], [90.0, 90.0]]), bins=2)
     assert [(one["confidence"], one["accuracy"].value) for one in found["bins"]] == [(0.5, 0.5), (1.0, 1.0)]
     assert found["error"] == 0.0
 
 
 def test_calibration_refuses_no_bins_and_no_pairs() -> None:
     with pytest.raises(UserError, match="at least 1 bin, got 0"):
-        calibration(FOUND, bins=0)
+        measure_calibration(FOUND, bins=0)
     with pytest.raises(UserError, match="at least one pair"):
-        calibration(np.zeros((0, 2)))
+        measure_calibration(np.zeros((0, 2)))
 
 
 # ------------------------------------------------------------------------------------------------ verdict
@@ -166,4 +166,4 @@ def test_advice_names_the_layer_and_the_pairs_left() -> None:
 
 
 def test_layers_share_the_level() -> None:
-    assert layer_level(1) == pytest.approx(0.95) and layer_level(5) == pytest.approx(0.99)
+    assert bonferroni_level(1) == pytest.approx(0.95) and bonferroni_level(5) == pytest.approx(0.99)

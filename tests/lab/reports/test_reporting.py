@@ -18,11 +18,11 @@ from attnpo.display.output import read_tables, tables_to_json
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.display.printed import KeyedTable
 from attnpo.display.tables import Cell
-from attnpo.lab.reports.folder_report import figures, headline, keyed_tables
-from attnpo.lab.reports.report import report
+from attnpo.lab.reports.folder_report import headline_column, keyed_tables, list_figures
+from attnpo.lab.reports.report import write_report
 from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.lab.reports.weight_explorer import merge_views
-from attnpo.lab.results import kind_in, read_study
+from attnpo.lab.results import folder_kind, read_study
 from attnpo.lab.studies.tables import main_table
 from attnpo.run.models import reference_table
 from attnpo.schema import SIDES, UserError
@@ -43,7 +43,7 @@ def asked(what: list[str], *overrides: str) -> ReportConfig:
 
 def weights_of(world: World, folder: Path, *more: str) -> list[dict[str, str]]:
     """The rows of weights.csv of a report on the world's weights."""
-    report(asked(["weights"], *world.overrides(f"output={folder}", "name=r", "heat_maps=1", *more)))
+    write_report(asked(["weights"], *world.overrides(f"output={folder}", "name=r", "heat_maps=1", *more)))
     return rows_of(folder / "r" / "weights.csv")
 
 
@@ -169,7 +169,7 @@ def test_printed_numbers_stand_below_ours(world: World, tmp_path: Path, capsys: 
     out = capsys.readouterr().out
     assert out.index("top10 share") < out.index("max printed")
     assert "rows of other models left out (other)" in out
-    assert out.count("its numbers belong to other models than m; where m is") == 1 and "label=one (or two)" in out
+    assert out.count("its numbers are for other models than m; if m is") == 1 and "label=one (or two)" in out
 
 
 def test_a_printed_token_finds_ours_at_any_rank(
@@ -232,7 +232,9 @@ def test_a_second_source_is_told_from_the_first_and_is_on_the_same_tokens() -> N
     }
     view, one = next(iter(pair.items()))
     other = {view: replace(one, rejected=replace(one.rejected, token_ids=(1,) * len(one.rejected.token_ids)))}
-    with pytest.raises(UserError, match=r"against: pair pair-0, rejected: the second source has other training tokens"):
+    with pytest.raises(
+        UserError, match=r"against: pair pair-0, rejected: the second source has different training tokens"
+    ):
         merge_views(pair, other)
 
 
@@ -269,7 +271,7 @@ def test_a_report_replaces_its_own_and_nothing_else(
     foreign.mkdir()
     (foreign / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"holds notes\.txt, which would be overwritten"):
-        report(asked(["weights"], *world.overrides(f"output={tmp_path}", "name=other")))
+        write_report(asked(["weights"], *world.overrides(f"output={tmp_path}", "name=other")))
     assert [path.name for path in foreign.iterdir()] == ["notes.txt"]
 
 
@@ -316,7 +318,7 @@ def a_run(folder: Path, reward: float | None) -> Path:
 
 
 def report_on(tmp_path: Path, what: list[str], *overrides: str) -> tuple[Path, str]:
-    report(asked(what, f"output={tmp_path}", "name=r", *overrides))
+    write_report(asked(what, f"output={tmp_path}", "name=r", *overrides))
     return tmp_path / "r", (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
 
 
@@ -346,7 +348,7 @@ def test_an_unfinished_study_is_said_to_be_and_has_no_headline(
     columns = {name for row in rows if row["table"] == "studies" for name, cell in row.items() if cell}
     assert columns == {"table", "arm", "one: reward", "two: reward"}
     assert [row["run"] for row in rows if row["table"] == "part"] == ["uniform-seed0-00000000"]
-    assert "part: not finished, 1 of 2 begun points have a result" in capsys.readouterr().out
+    assert "part: not finished, 1 of 2 started points have a result" in capsys.readouterr().out
     assert "<figure" not in page and "part: every run" not in page
     (two / "tables.json").unlink()
     folder, _ = report_on(tmp_path / "less", [str(one), str(part), str(two)])
@@ -358,7 +360,7 @@ def test_the_headline_is_the_reward_else_the_validation_accuracy() -> None:
     rows: tuple[dict[str, Cell], ...] = ({"arm": "uniform", **numbers},)
     for count, name in ((4, "reward"), (3, "val accuracy"), (2, "beta")):
         table = KeyedTable("arms", "", ("arm", *list(numbers)[:count]), rows, ("arm",))
-        assert headline(table)[0] == name
+        assert headline_column(table)[0] == name
 
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -373,7 +375,7 @@ def test_only_figures_that_the_study_draws_are_shown(tmp_path: Path) -> None:
     record = json.loads((study / "study.json").read_text())
     record["figures"] = [f"{name}{end}" for name in (*drawn, "removed") for end in (".png", ".svg")]
     (study / "study.json").write_text(json.dumps(record))
-    assert [path.stem for path in figures(read_study(study))] == drawn
+    assert [path.stem for path in list_figures(read_study(study))] == drawn
     _, page = report_on(tmp_path, ["study", str(study)])
     assert page.count("<figure") == len(drawn)
 
@@ -419,8 +421,8 @@ def test_printed_rows_of_the_setting_stand_below_a_study(tmp_path: Path, capsys:
     assert (rollout["arm"], rollout["reward"], rollout["mt_bench printed"]) == ("rollout", "", "6.8")
     for text in (out, page):
         assert "printed.csv: rows of other models left out (toy_2)" in text
-        assert "printed.csv: printed alone, with no arm of ours: rollout" in text
-    assert out.count("scores of graded answers are no part") == 1 and "Toy-2" not in page
+        assert "printed.csv: printed rows without a matching arm of ours: rollout" in text
+    assert out.count("has no scores of graded answers") == 1 and "Toy-2" not in page
 
 
 @pytest.mark.parametrize("columns", ["base_model,setting,method,arm,mt_bench,reward", "model,x,method,arm,n,reward"])
@@ -434,7 +436,7 @@ def test_printed_rows_meet_no_study_of_another_setting(
     folder, page = report_on(tmp_path, ["study", str(study)], f"printed={printed}")
     assert {row["table"] for row in rows_of(folder / "study.csv")} == {"a"}
     out = capsys.readouterr().out
-    assert out.count("left out, its numbers belong to other models") == 1 and "of setting testbed" in out
+    assert out.count("left out: its rows are of other models") == 1 and "of setting testbed" in out
     assert "6.7" not in page and "base_model" not in page
 
 
@@ -512,7 +514,7 @@ def test_a_file_without_tables_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_folders_that_hold_nothing_are_named(tmp_path: Path) -> None:
     a_run(tmp_path / "outputs" / "one", 0.5)
-    with pytest.raises(UserError, match=r"outputs: expected the folder of .*found one/; folders below .* one: one"):
+    with pytest.raises(UserError, match=r"outputs: expected the folder of .*found one/; subfolders .* one: one"):
         report_on(tmp_path, [str(tmp_path / "outputs")])
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"expected the folder of a finished run \(result.json\), found nothing"):
@@ -521,7 +523,7 @@ def test_folders_that_hold_nothing_are_named(tmp_path: Path) -> None:
         report_on(tmp_path, ["study", str(tmp_path / "nowhere")])
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "result.json").write_text("{")
-    assert kind_in(tmp_path / "broken") == "run"
+    assert folder_kind(tmp_path / "broken") == "run"
     with pytest.raises(UserError, match="expected the result of a run, but it cannot be read"):
         report_on(tmp_path, [str(tmp_path / "broken")])
     assert not (tmp_path / "r").exists()

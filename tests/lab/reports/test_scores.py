@@ -16,9 +16,9 @@ from attnpo.display.output import print_sections
 from attnpo.display.page import Section, TableBlock
 from attnpo.evaluation.base import BenchmarkScore
 from attnpo.evaluation.result import RESULT, AnswerLengths, EvaluationResult
-from attnpo.lab.reports.report import report
+from attnpo.lab.reports.report import write_report
 from attnpo.lab.reports.report_config import ReportConfig
-from attnpo.lab.reports.scores import Board, ScoreColumn, column_of, read_evaluations
+from attnpo.lab.reports.scores import Leaderboard, ScoreColumn, column_name, read_evaluations
 from attnpo.schema import UserError
 from attnpo.system.files import write_record
 
@@ -68,7 +68,7 @@ def an_evaluation(
 def report_on(tmp_path: Path, what: Sequence[Path], *overrides: str) -> Path:
     raw = compose("report", [f"output={tmp_path / 'reports'}", "name=r", *overrides])
     OmegaConf.update(raw, "what", ["scores", *map(str, what)])
-    report(parse_as(raw, ReportConfig))
+    write_report(parse_as(raw, ReportConfig))
     return tmp_path / "reports" / "r"
 
 
@@ -128,10 +128,10 @@ def test_ranks_are_of_printed_values_and_print_halves_upwards() -> None:
             name, name, True, {str(place): BenchmarkScore(name, mean) for place, mean in enumerate(means)}
         )
 
-    board = Board(("0", "1", "2"), (figure("a", 10.121, 10.119, 10.11),), ())
-    assert board.ranks() == {"0": 1.5, "1": 1.5, "2": 3.0}
-    shares = Board(("0", "1"), (figure("a", 0.5012, 0.5009),), ())
-    assert shares.ranks() == {"0": 1.0, "1": 2.0}  # four decimals for what lies between -1 and 1
+    board = Leaderboard(("0", "1", "2"), (figure("a", 10.121, 10.119, 10.11),), ())
+    assert board.mean_ranks() == {"0": 1.5, "1": 1.5, "2": 3.0}
+    shares = Leaderboard(("0", "1"), (figure("a", 0.5012, 0.5009),), ())
+    assert shares.mean_ranks() == {"0": 1.0, "1": 2.0}  # four decimals for what lies between -1 and 1
     assert figure("a", 10.125).printed_values["0"] == 10.13
 
 
@@ -144,8 +144,8 @@ def test_of_a_perplexity_the_lowest_ranks_first(tmp_path: Path, capsys: pytest.C
     ranks = {row["method"]: float(row["avg_rank"]) for row in rows_of(folder, "scores")}
     assert ranks == {"A": (1 + 3) / 2, "B": 2.0, "C": (3 + 1) / 2}
     out = " ".join(capsys.readouterr().out.split())
-    assert "best 1, the highest score, of ifeval the lowest" in out
-    assert "not over odd, of which it is not known whether higher is better" in out
+    assert "1 is best (highest score, for ifeval the lowest)" in out
+    assert "does not include odd, because it is unknown whether higher is better" in out
 
 
 def test_rounds_have_both_intervals_and_the_three_spreads_stand_apart(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_rounds_have_both_intervals_and_the_three_spreads_stand_apart(tmp_path: 
     row = next(row for row in rows_of(folder, "rounds") if row["method"] == "DPO")
     assert float(row["alpacaeval_lc_ci95"]) == pytest.approx(1.131607, abs=1e-6)
     assert float(row["alpacaeval_lc_t95"]) == pytest.approx(2.484138, abs=1e-6)
-    title = "Means over rounds ± 1.96 s/sqrt(n) (t: the half width by Student's t)"
+    title = "Means over rounds ± 1.96 s/sqrt(n) (t: half width by Student's t)"
     assert markdown_table(folder, title)["DPO"][0] == "21.00 ± 1.13 (t 2.48)"
     spread = next(
         row for row in rows_of(folder, "spreads") if (row["figure"], row["method"]) == ("alpacaeval_lc", "DPO")
@@ -168,7 +168,7 @@ def test_one_round_has_no_spread(tmp_path: Path, capsys: pytest.CaptureFixture[s
     folder = report_on(tmp_path, [tmp_path / "in"])
     assert rows_of(folder, "rounds") == []
     assert all(row["rounds_sd"] == "" and row["rounds"] == "1" for row in rows_of(folder, "spreads"))
-    assert "one round, so no spread over rounds: A, B" in capsys.readouterr().out
+    assert "only one round, so no spread over rounds: A, B" in capsys.readouterr().out
 
 
 def test_a_row_that_lacks_a_benchmark_has_an_empty_cell_and_no_rank(
@@ -182,8 +182,8 @@ def test_a_row_that_lacks_a_benchmark_has_an_empty_cell_and_no_rank(
     assert (rows["New"]["alpacaeval_lc"], rows["New"]["avg_rank"], rows["New"]["ifeval"]) == ("", "", "0.5")
     assert float(rows["Base"]["avg_rank"]) == 2.5  # as without the row
     out = capsys.readouterr().out
-    assert "grading noise not known" not in out  # a measure without a grader has none
-    assert "avg_rank: none for New" in out and "avg_rank: not over ifeval, which a single row has" in out
+    assert "grading noise is unknown" not in out  # a measure without a grader has none
+    assert "avg_rank: none for New" in out and "avg_rank: does not include ifeval, which only one row has" in out
     assert markdown_table(folder, "Scores, means over rounds")["New"] == ["", "", "9.00", "", "0.5000", ""]
 
 
@@ -192,7 +192,7 @@ def test_a_score_that_is_no_number_is_an_empty_cell(tmp_path: Path) -> None:
         an_evaluation(tmp_path / "in", label, "mt_bench", [mean] * 3)
     folder = report_on(tmp_path, [tmp_path / "in"])
     assert [row["mt_bench"] for row in rows_of(folder, "scores") if row["method"] == "B"] == [""]
-    with pytest.raises(UserError, match=r"no figure of .*eval-B-mt_bench is a number"):
+    with pytest.raises(UserError, match=r"no main score in .*eval-B-mt_bench is a number"):
         report_on(tmp_path, [tmp_path / "in" / "eval-B-mt_bench"], "name=other")
 
 
@@ -239,13 +239,13 @@ def test_what_is_mixed_in_a_column_is_named(
     an_evaluation(tmp_path / "in", "Odd", "arena_hard", [40.0])
     folder = report_on(tmp_path, [tmp_path / "in"])
     out = " ".join(capsys.readouterr().out.split())
-    assert f"WARNING: mt_bench: Odd graded or answered otherwise than A, B ({told})" in out
+    assert f"WARNING: mt_bench: Odd graded or answered differently from A, B ({told})" in out
     rows = {row["method"]: row["avg_rank"] for row in rows_of(folder, "scores")}
     # Arena-Hard: Odd 1, the others 2.5. MT-Bench, where it counts: Odd 3 with one round of 6, else all three 2.
     lower = {"A": 2.0, "B": 2.0, "Odd": 2.0} if "rounds" in told else {"A": 2.25, "B": 2.25, "Odd": 1.5}
     expected = lower if ranked else {"A": 2.5, "B": 2.5, "Odd": 1.0}
     assert {name: float(rank) for name, rank in rows.items()} == expected
-    assert ("mean of the ranks over mt_bench, arena_hard_wr" in out) == ranked
+    assert ("mean rank over mt_bench, arena_hard_wr" in out) == ranked
     assert markdown_table(folder, "Scores, means over rounds")["Odd"][0].endswith("*")
 
 
@@ -300,7 +300,7 @@ def test_a_folder_without_evaluations_says_what_it_holds(tmp_path: Path) -> None
     raw = compose("report", [])
     OmegaConf.update(raw, "what", ["scores"])
     with pytest.raises(UserError, match=r"report scores: expected .*`scores FOLDER \.\.\.`"):
-        report(parse_as(raw, ReportConfig))
+        write_report(parse_as(raw, ReportConfig))
 
 
 # ------------------------------------------------------------------------------------------------ printed numbers
@@ -331,9 +331,9 @@ def test_a_file_on_several_models_needs_the_one_that_is_meant(
     folder = report_on(tmp_path, [tmp_path / "in"], printed)
     assert rows_of(folder, "scores printed") == []
     out = " ".join(capsys.readouterr().out.split())
-    assert "it is about several models; say label=llama3_8b_base_sft (or llama3_8b_instruct)" in out
+    assert "because it has several models; set label=llama3_8b_base_sft (or llama3_8b_instruct)" in out
     report_on(tmp_path, [tmp_path / "in"], printed, "label=mistral", "name=other")
-    assert "it has no rows of mistral but of llama3_8b_base_sft" in " ".join(capsys.readouterr().out.split())
+    assert "because it has no rows of mistral, only of llama3_8b_base_sft" in " ".join(capsys.readouterr().out.split())
 
 
 def test_lengths_and_means_over_rounds_meet_their_printed_columns(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_wide_tables_are_continued_on_a_narrow_terminal() -> None:
 def test_columns_are_named_by_benchmark_and_score(tmp_path: Path) -> None:
     place = an_evaluation(tmp_path, "A", "ifeval", {"accuracy": [0.5], "strict": [0.25]})
     (result,) = read_evaluations([place])[0].values()
-    assert [column_of(result, name) for name in ("accuracy", "strict")] == ["ifeval", "ifeval strict"]
+    assert [column_name(result, name) for name in ("accuracy", "strict")] == ["ifeval", "ifeval strict"]
     folder = report_on(tmp_path, [place])
     assert json.loads((folder / "report.json").read_text())["files"] == [
         *("report.html", "scores.csv", "scores.md", "scores.tex")
@@ -401,4 +401,4 @@ def test_what_was_missing_is_counted(tmp_path: Path, capsys: pytest.CaptureFixtu
     an_evaluation(tmp_path / "in", "B", "mt_bench", [6.0])
     (row,) = rows_of(report_on(tmp_path, [tmp_path / "in"]), "missing")
     assert (row["method"], row["reason"], row["count"]) == ("A", "no verdict", "2")
-    assert "mt_bench: on different numbers of questions (A 79, B 80)" in capsys.readouterr().out
+    assert "mt_bench: different numbers of questions (A 79, B 80)" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 
 from attnpo.display.page import Paragraph, TableBlock
 from attnpo.evaluation.intervals import Interval
-from attnpo.lab.figures import GainPoint, gains
+from attnpo.lab.figures import GainPoint, gain_figure
 from attnpo.lab.studies.notes import edge_axes, footnotes, study_warnings
 from attnpo.lab.studies.outcome import Outcome, group_by_point
 from attnpo.lab.studies.page import write_study_report
@@ -249,7 +249,7 @@ def test_a_chosen_point_on_the_edge_of_its_grid_is_named() -> None:
 def test_the_gains_are_drawn_over_the_scale_of_the_worlds(tmp_path: Path) -> None:
     assert "gains.png" in write_study_report(outcome(tmp_path), [])
     assert (tmp_path / "gains.png").read_bytes().startswith(b"\x89PNG")
-    nothing = gains({"at KL 1": {"a": [GainPoint(0.0, float("nan"))]}}, tmp_path / "none.png", xlabel="x")
+    nothing = gain_figure({"at KL 1": {"a": [GainPoint(0.0, float("nan"))]}}, tmp_path / "none.png", xlabel="x")
     assert nothing.stat().st_size > 0
 
 
@@ -258,7 +258,7 @@ def test_nothing_of_the_gains_is_cut_off_at_the_edge_of_the_picture(panels: int,
     line = [GainPoint(place, place / 2, place / 2 - 0.1, place / 2 + 0.1, place < 0.2) for place in (0.0, 0.1, 0.4)]
     arms = {"attention": line, "true importance (knows the truth, or most)": line}
     shown = {f"at KL {number} to the base": arms for number in range(panels)}
-    path = gains(shown, tmp_path / "gains.png", xlabel="share of wrong labels", title="what token weights gain")
+    path = gain_figure(shown, tmp_path / "gains.png", xlabel="share of wrong labels", title="what token weights gain")
     image = matplotlib.image.imread(path)[:, :, :3]
     edges = (image[:3], image[-3:], image[:, :3], image[:, -3:])
     assert all((edge == image[0, 0]).all() for edge in edges)
