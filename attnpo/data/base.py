@@ -431,7 +431,7 @@ class PairSource:
                 f"{hint}; a run needs both training and validation pairs (to use data.val_split, set it to null)"
             )
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Returns the keys without effect: ``path`` with a mixture, ``mix_seed`` without one."""
         return {"path": "data.mix names its sets"} if self.mix else {"mix_seed": "data.mix=null: one set"}
 

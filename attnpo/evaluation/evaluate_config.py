@@ -57,7 +57,7 @@ class EvaluateConfig(RootConfig):
     def __post_init__(self) -> None:
         check_choice("trainer.accelerator", self.trainer.get("accelerator", "auto"), ACCELERATORS)
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Returns keys that have no effect with the current settings, each with the reason."""
         if isinstance(self.benchmark, Benchmark):
             return {}

@@ -66,7 +66,7 @@ class UnseenPairs:
     revision: str | None = None
     subset: str | None = None
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Returns keys that have no effect, because a run's validation pairs are read as the run read them."""
         why = f"{KEY}data.path=auto takes the pairs from the run"
         return dict.fromkeys(("split", "rows", "columns", "revision", "subset"), why) if self.path == AUTO else {}

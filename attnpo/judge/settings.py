@@ -44,7 +44,7 @@ class TraceRules:
         """Returns the decoding settings."""
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Lists keys without effect: greedy decoding samples nothing."""
         return dict.fromkeys(("top_p", "top_k", "seed"), "judge.trace.temperature=0") if self.temperature == 0 else {}
 
@@ -145,7 +145,7 @@ class Judge(JudgeRules):
             raise UserError(f"judge.token_budget must be at least 1, or {AUTO}, got {self.token_budget!r}")
         check_range("judge", "[0, 1]", min_label_mass=self.min_label_mass)
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Lists keys without effect: a wording that is the whole prompt does not use the chat template."""
         idle = not self.chat and self.chat_template_kwargs is not None
         return {"chat_template_kwargs": "judge.chat=false"} if idle else {}

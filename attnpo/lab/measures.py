@@ -44,7 +44,7 @@ class DriftSettings:
         check_at_least("drift", 0, pairs=self.pairs)
         check_at_least("drift", 1, train_pairs=self.train_pairs, answers=self.answers)
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Lists config keys without effect, with reasons."""
         return {} if self.pairs else dict.fromkeys(("train_pairs", "answers"), "drift.pairs=0 measures nothing")
 

@@ -137,7 +137,7 @@ class MemoryEstimate:
     @property
     def peak(self) -> str:
         """Returns the moment of the highest memory use."""
-        return max(MOMENTS, key=self.at)
+        return max(MOMENTS, key=self.bytes_at)
 
     @property
     def total(self) -> int:

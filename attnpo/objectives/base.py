@@ -90,7 +90,7 @@ def response_lengths(rows: RowGroup, length_scale: bool, length_from: LengthFrom
 class ObjectivePart:
     """Base class of objective parts that contribute keys."""
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Returns keys without effect, given the other keys, and the reasons."""
         return {}
 
@@ -102,9 +102,9 @@ class LengthScaled(ObjectivePart):
     length_scale: bool = True
     length_from: LengthFrom = LengthFrom.SOURCE
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Returns keys without effect, given the other keys, and the reasons."""
-        return ({} if self.length_scale else {"length_from": "objective.length_scale=false"}) | super().unread()
+        return ({} if self.length_scale else {"length_from": "objective.length_scale=false"}) | super().unused_keys()
 
     def weighted(
         self, rows: RowGroup

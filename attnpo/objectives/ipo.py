@@ -70,10 +70,10 @@ class IPO(LengthScaled):
     def __post_init__(self) -> None:
         check_range("objective", "(0, inf)", beta=self.beta)
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Returns keys without effect, given the other keys, and the reasons."""
         if self.reduction is LogRatioReduction.SUM:
-            return super().unread()
+            return super().unused_keys()
         return dict.fromkeys(("length_scale", "length_from"), "objective.reduction=mean reads no lengths")
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:

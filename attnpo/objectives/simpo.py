@@ -68,9 +68,9 @@ class SimPO:
     def _sft_term(self) -> SftTerm:
         return SftTerm(sft_coef=self.sft_weight, sft=self.sft)
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Returns keys without effect, given the other keys, and the reasons."""
-        return self._sft_term.unread()
+        return self._sft_term.unused_keys()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Computes losses and rewards ``beta A(p)`` of the batch."""

@@ -120,9 +120,9 @@ class SftTerm(ObjectivePart):
     sft_coef: float = 0.0
     sft: Sft = Sft.MEAN
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Returns keys without effect, given the other keys, and the reasons."""
-        return ({} if self.sft_coef else {"sft": "the SFT term's coefficient is 0"}) | super().unread()
+        return ({} if self.sft_coef else {"sft": "the SFT term's coefficient is 0"}) | super().unused_keys()
 
     def with_sft(self, output: ObjectiveOutput, policy: TokenStats, batch: PreferenceBatch) -> ObjectiveOutput:
         """Adds the term to the output, using the token counts of the batch's step.

@@ -129,7 +129,7 @@ class TIDPO:
             triplet_margin=self.triplet_margin,
         )
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Returns keys without effect, given the other keys, and the reasons."""
         idle = {} if self.kl else {"alpha": "objective.kl=false"}
         if not self.gamma_triplet:

@@ -85,9 +85,9 @@ class TISDPO(LengthScaled):
         """Returns the reference and token weights, and with ``token_level`` the KL at each position."""
         return frozenset({"reference", "token_weights"} | ({f"joint:{KL}"} if self.token_level else set()))
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Returns keys without effect, given the other keys, and the reasons."""
-        return ({} if self.token_level else {"alpha": "objective.token_level=false"}) | super().unread()
+        return ({} if self.token_level else {"alpha": "objective.token_level=false"}) | super().unused_keys()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Computes losses, weighted rewards and, as extras, the unweighted rewards and the KL sums."""

@@ -98,9 +98,9 @@ class TwDPO(LengthScaled, DPO):
         """Returns the reference, token weights, and for an anchor the KL from policy to reference at each token."""
         return super().requires | {"token_weights"}
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Returns keys without effect, given the other keys, and the reasons."""
-        return ({} if self.anchor else {"anchor_on": "objective.anchor is 0"}) | super().unread()
+        return ({} if self.anchor else {"anchor_on": "objective.anchor is 0"}) | super().unused_keys()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Computes losses, weighted rewards ``beta |y| sum a d`` and, as extras, unweighted rewards ``beta S(d)``."""

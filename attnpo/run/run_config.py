@@ -157,7 +157,7 @@ class RunConfig(RootConfig):
         """Returns the config groups that the runs made from this config set themselves, so checks skip them."""
         return frozenset()
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Lists keys without effect under the other settings, with the reason."""
         source = type(self.weights).__name__
         found: dict[str, str] = {}

@@ -77,9 +77,9 @@ class ShowConfig(RunConfig):
         """Returns the file to write; None if there is none."""
         return None if self.out in (None, "-") else Path(str(self.out)).expanduser()
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Lists keys without effect under the other settings, with the reason."""
-        found = {**super().unread(), **dict.fromkeys(TRAINING, "show trains nothing")}
+        found = {**super().unused_keys(), **dict.fromkeys(TRAINING, "show trains nothing")}
         found |= dict.fromkeys(("drift", "truth", "seed", "layout"), "show trains nothing")
         if self.run is not None or self.bad_batch is not None:
             which = "the run's own data" if self.run is not None else "a saved step"

@@ -66,7 +66,7 @@ class Optimizer:
                 "model.dtype=bfloat16 (without model.lora) or optimizer.stochastic_rounding=false"
             )
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Lists keys without effect under the other settings, with the reason."""
         found: dict[str, str] = {}
         if not self.weight_decay:

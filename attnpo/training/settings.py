@@ -87,7 +87,7 @@ class TrainerSettings:
         for name in ("num_nodes", "log_every_n_steps", "threads"):
             check_at_least("trainer", 1, **{name: getattr(self, name)})
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Lists keys without effect under the other settings: ``max_epochs`` if ``max_steps`` ends the run."""
         return {"max_epochs": f"trainer.max_steps={self.max_steps} ends the run"} if self.max_steps > 0 else {}
 

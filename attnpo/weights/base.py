@@ -46,7 +46,7 @@ class ScorerModel:
         if self.instruction is not None and not self.instruction.strip():
             raise UserError("a scorer's instruction must not be blank; use null for a scorer without an instruction")
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Lists keys without effect: the run's own model has its own revision."""
         return {"revision": "the scorer is the model itself (path=null)"} if self.path is None else {}
 

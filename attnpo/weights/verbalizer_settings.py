@@ -175,7 +175,7 @@ class Verbalizer:
         system = None if self.system_file is None else find_file(self.system_file, "verbalizer.system_file")
         return ScoreTemplate.from_files(find_file(self.template_file, "verbalizer.template_file"), system)
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Lists keys without effect: greedy decoding samples nothing; the run's own model has its revision and chat."""
         found: dict[str, str] = {}
         if self.sampling.temperature == 0:

@@ -323,8 +323,8 @@ def test_a_measure_is_kept_and_another_setting_makes_it_anew(world: World, tmp_p
 
 
 def test_keys_of_grading_have_no_effect_on_a_measure(tmp_path: Path) -> None:
-    assert "grader" in config(tmp_path, mark, Size()).unread()
-    assert config(tmp_path, mark).unread() == {}
+    assert "grader" in config(tmp_path, mark, Size()).unused_keys()
+    assert config(tmp_path, mark).unused_keys() == {}
 
 
 def test_a_grader_without_a_verdict_is_warned_of(

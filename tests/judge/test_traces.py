@@ -81,11 +81,11 @@ def test_what_closes_a_trace_by_itself_is_refused(formats: Formats, rules: Judge
 def test_settings_and_what_identifies_them() -> None:
     """Greedy decoding draws nothing, so what would be drawn with makes no other trace."""
     assert TraceRules(8).fingerprint() == TraceRules(8, seed=3, top_p=0.5).fingerprint()
-    assert TraceRules(8).unread().keys() == {"top_p", "top_k", "seed"}
+    assert TraceRules(8).unused_keys().keys() == {"top_p", "top_k", "seed"}
     drawn = TraceRules(8, temperature=0.6)
     others = [TraceRules(8), TraceRules(9), TraceRules(8, "done"), drawn, replace(drawn, seed=1),
               replace(drawn, top_p=0.5), replace(drawn, top_k=2)]  # fmt: skip
-    assert len({str(one.fingerprint()) for one in others}) == len(others) and not drawn.unread()
+    assert len({str(one.fingerprint()) for one in others}) == len(others) and not drawn.unused_keys()
     with pytest.raises(UserError, match="top_p"):
         TraceRules(8, top_p=2.0)
 

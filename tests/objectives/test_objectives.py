@@ -209,7 +209,8 @@ def test_smoothing_without_effect_is_refused(option: str) -> None:
 
 def test_keys_without_effect_are_named() -> None:
     assert (
-        set(IPO().unread()) == {"length_scale", "length_from"} and IPO(reduction=LogRatioReduction.SUM).unread() == {}
+        set(IPO().unused_keys()) == {"length_scale", "length_from"}
+        and IPO(reduction=LogRatioReduction.SUM).unused_keys() == {}
     )
     for silent, spoken in ((DPO(), DPO(sft_coef=1.0)), (CPO(sft_coef=0.0), CPO()), (SimPO(), SimPO(sft_weight=1.0))):
-        assert set(silent.unread()) == {"sft"} and spoken.unread() == {}
+        assert set(silent.unused_keys()) == {"sft"} and spoken.unused_keys() == {}

@@ -135,5 +135,5 @@ def test_it_asks_for_what_it_reads() -> None:
     assert TIDPO(kl=False).requires == everything - {"joint:kl_ref_policy"}
     assert TIDPO(gamma_triplet=0.0).requires == everything - {"group:anchor"}
     assert not isinstance(TIDPO(), StepObjective)
-    assert set(TIDPO(kl=False, gamma_triplet=0.0).unread()) == {"alpha", "triplet_margin", "anchor"}
-    assert not TIDPO().unread()
+    assert set(TIDPO(kl=False, gamma_triplet=0.0).unused_keys()) == {"alpha", "triplet_margin", "anchor"}
+    assert not TIDPO().unused_keys()

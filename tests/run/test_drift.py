@@ -100,13 +100,13 @@ def test_points_of_a_process_ask_the_base_once(world: World, tmp_path: Path, mon
 
 def test_without_a_truth_the_pairs_are_measured(world: World, tmp_path: Path) -> None:
     cfg = world.config(*RUN)
-    assert cfg.unread()["drift.answers"] == "answers are sampled only with a truth"
+    assert cfg.unused_keys()["drift.answers"] == "answers are sampled only with a truth"
     result = run(cfg, tmp_path / "run")
     assert set(result.drift) == {"pairs", "ranking_accuracy", "displacement", "effective_beta", "seconds"}
     assert set(result.drift["ranking_accuracy"]) == {"train", "validation"}
     assert "truth" not in result.drift["pairs"]
     plain = world.config("callbacks=none")
-    assert plain.drift.unread()["answers"] == "drift.pairs=0 measures nothing"
+    assert plain.drift.unused_keys()["answers"] == "drift.pairs=0 measures nothing"
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def test_a_source_alone_may_read_the_reference(world: World, tmp_path: Path) -> 
     """SimPO reads none; MWPO's margins need it. At the first step margins are 0, so sigmoid(0)^.6 times the lengths."""
     asked = ("weights=mwpo", "weights.gamma=0", "objective=simpo", "reference=cached")
     config = world.config(*asked)
-    assert "reference" not in config.unread()
+    assert "reference" not in config.unused_keys()
     run(config, tmp_path / "run")
     told = [row for row in read_metrics(tmp_path / "run" / "metrics.csv") if "train/weights/pair" in row]
     assert told[0]["train/weights/pair"] == pytest.approx(0.5**0.6, abs=1e-5)

@@ -144,7 +144,7 @@ def test_spans_that_are_none_are_refused(cell: object, message: str) -> None:
 def test_what_it_says_of_itself() -> None:
     assert Column("a", "b", kind=Kind.DISTRIBUTION).columns == ("a", "b")
     assert (Column().kind, Column(signed=True).signed) == (Kind.FACTOR, True)
-    assert Column().unread().keys() == {"elsewhere"} and not SPANS.unread()
+    assert Column().unused_keys().keys() == {"elsewhere"} and not SPANS.unused_keys()
 
 
 def test_masks_that_keep_nothing_make_their_pair_void() -> None:

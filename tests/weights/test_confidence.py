@@ -157,7 +157,10 @@ def test_mwpo_weighs_margins_and_lengths() -> None:
     each = MWPO(per_token=True, margin_scale=2.0).weights(stats, other, batch)[1]
     assert float(each[0]) == pytest.approx(sigmoid(0.9) ** 0.6 * length, rel=1e-6)
     assert MWPO(alpha=0.0, gamma=0.0).weights(stats, other, batch)[1].tolist() == [1.0]
-    assert MWPO(gamma=0.0).unread() == {"margin_scale": "weights.per_token=false", "length_scale": "weights.gamma=0"}
+    assert MWPO(gamma=0.0).unused_keys() == {
+        "margin_scale": "weights.per_token=false",
+        "length_scale": "weights.gamma=0",
+    }
     far = MWPO(beta=1e4, gamma=0.0).weights(other, stats, batch)[1]  # a margin of minus sixty thousand
     assert far.tolist() == [0.0]
 

@@ -183,7 +183,7 @@ def test_what_a_config_builds_has_its_defaults_and_reads_no_judge() -> None:
     for option in ("column", "transport"):
         cfg = load("fit", [*CONFIG, f"weights={option}", "objective=otpo"])
         assert cfg.weights == type(cfg.weights)()
-        unread = cfg.unread()
+        unread = cfg.unused_keys()
         assert {"judge", "align", "verbalizer", "auto_layer"} <= set(unread)
         assert not any(key.startswith("objective") for key in unread)
 

@@ -86,8 +86,8 @@ def test_guided_factors_can_be_negative() -> None:
 
 
 def test_keys_of_other_transforms_are_named() -> None:
-    assert TISDPO(RewardTransform.RANK).unread().keys() == {"low", "high", "top_percent", "k", "mu"}
-    assert TISDPO(RewardTransform.BINARY).unread()["k"] == "weights.form.transform=binary"
+    assert TISDPO(RewardTransform.RANK).unused_keys().keys() == {"low", "high", "top_percent", "k", "mu"}
+    assert TISDPO(RewardTransform.BINARY).unused_keys()["k"] == "weights.form.transform=binary"
 
 
 # ------------------------------------------------------------------------------------------------ capture

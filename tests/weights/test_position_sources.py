@@ -184,7 +184,7 @@ def test_lengths_have_the_precision_of_training() -> None:
 
 
 def test_settings_of_lengths() -> None:
-    assert Lengths().unread().keys() == {"seed"} and subsample().unread().keys() == {"alpha"}
+    assert Lengths().unused_keys().keys() == {"seed"} and subsample().unused_keys().keys() == {"alpha"}
 
 
 def test_training_draws_by_step_and_validation_always_alike() -> None:

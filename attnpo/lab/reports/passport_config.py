@@ -53,11 +53,11 @@ class PassportConfig(FitConfig):
                 "that use one (weights=attention)"
             )
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Lists config keys without effect, with reasons."""
         reason = "the passport trains nothing"
         own = {"judge.verdict": "the passport always reads verdicts", "transforms": reason}
-        return {**super().unread(), **dict.fromkeys(TRAINING, reason), **own}
+        return {**super().unused_keys(), **dict.fromkeys(TRAINING, reason), **own}
 
     def command_digest(self) -> str:
         """Returns a digest of all settings of the command, which identifies its folder."""

@@ -48,14 +48,14 @@ class ReportConfig(FitConfig):
             if not path.is_file():
                 raise UserError(f"printed={path}: expected a CSV file, but there is none")
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Lists config keys without effect, with reasons."""
         if not self.what:
             return {}
         kind = report_kind(self.what)
         if kind == WEIGHTS:
             alone = {} if self.explorer else {"against": "explorer=0 draws no explorer"}
-            return {**super().unread(), **dict.fromkeys(TRAINING, "a report trains nothing"), **alone}
+            return {**super().unused_keys(), **dict.fromkeys(TRAINING, "a report trains nothing"), **alone}
         names = [item.name for item in fields(self) if item.init and item.name not in (*OF_FOLDERS, *READ[kind])]
         return dict.fromkeys(names, "finished folders are read as they are")
 

@@ -98,16 +98,16 @@ class FitConfig(RunConfig):
             item.partition("=")[0].lstrip("+~").partition(".")[0] for overrides in sets for item in overrides
         )
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Returns config keys that have no effect in this command, each with the reason."""
         if self.study is None:
             idle = dict.fromkeys(("grid", "grids", "seeds"), "there is no study (experiment=none)")
-            return {**super().unread(), **idle}
+            return {**super().unused_keys(), **idle}
         # Grids that no arm uses. The study holds copies, so a grid equal to one in use counts as used.
         used = [self.study.grid, *self.study.grids.values()]
         named = {"grid": self.grid, **{f"grids.{name}": grid for name, grid in self.grids.items()}}
         idle = {name: f"study {self.study.name} does not use it" for name, grid in named.items() if grid not in used}
-        return {**super().unread(), **idle}
+        return {**super().unused_keys(), **idle}
 
 
 @dataclass(frozen=True)

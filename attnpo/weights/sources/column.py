@@ -68,7 +68,7 @@ class Column(TextSource):
         """Returns the columns of the chosen and the rejected response."""
         return self.chosen, self.rejected
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Returns the key that only spans read."""
         return {"elsewhere": "weights.form=tokens"} if self.form is ColumnForm.TOKENS else {}
 

@@ -104,7 +104,7 @@ class TISDPO:
         """Tells whether factors can be negative: only with ``threshold`` and a negative ``low``."""
         return self.transform is RewardTransform.THRESHOLD and self.low < 0
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Lists the keys of other transforms."""
         every = dict.fromkeys(name for names in READ.values() for name in names)
         why = f"weights.form.transform={self.transform.value}"

@@ -42,7 +42,7 @@ class Lengths(OnlineSource):
         check_range("weights", "[0, 1]", alpha=self.alpha)
         check_seed("weights.seed", self.seed)
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Returns the key that only the other rule reads."""
         return {"seed": "weights.rule=tail"} if self.rule is LengthRule.TAIL else {"alpha": "weights.rule=subsample"}
 

@@ -76,7 +76,7 @@ class MWPO(OnlineSource):
         for name in ("alpha", "gamma", "length_scale", "margin_scale"):
             check_at_least("weights", 0, **{name: getattr(self, name)})
 
-    def unread(self) -> dict[str, str]:
+    def unused_keys(self) -> dict[str, str]:
         """Lists keys without effect under the current values, with the reason."""
         found = {} if self.per_token else {"margin_scale": "weights.per_token=false"}
         if self.alpha == 0:

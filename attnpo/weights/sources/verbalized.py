@@ -89,7 +89,7 @@ class Verbalized(CapturedSource):
 def _score_row(pair: PreferencePair, side: str, answer: str, questions: ScoreQuestions) -> TokenWeights:
     """Returns the scores that ``answer`` gives to the tokens of one response."""
     text, begins = judged_text(pair, side), weighted_start(pair, side)
-    ids, places = questions.tokens(pair, side)
+    ids, places = questions.training_tokens(pair, side)
     shown = [(max(start, begins) - begins, end - begins) for start, end in places]
     row = spread_scores(parse_scores(answer, text).spans, text, shown)
     return TokenWeights(
