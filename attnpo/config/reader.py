@@ -8,8 +8,8 @@ A config names code to run. Therefore only ``attnpo`` and the packages listed in
 ATTNPO_ALLOW_TARGETS (``mine,ours``) are imported, and only frozen dataclasses that implement the expected interface are
 instantiated.
 
-A component may have a method ``unused_keys() -> dict[str, str]`` that returns keys without effect, given the other keys, and
-the reasons.
+A component may have a method ``unused_keys() -> dict[str, str]`` that returns keys without effect, given the other
+keys, and the reasons.
 """
 
 import dataclasses
@@ -404,7 +404,7 @@ class ConfigReader:
             built = target(**values)
         except (ValueError, UserError) as error:
             return self.add_problem(f"{path}: {error}" if path else str(error))
-        unread = getattr(built, "unused_keys", None)
-        if callable(unread):
-            self.unused.update({join_key(path, key): reason for key, reason in unread().items()})
+        unused_keys = getattr(built, "unused_keys", None)
+        if callable(unused_keys):
+            self.unused.update({join_key(path, key): reason for key, reason in unused_keys().items()})
         return built
