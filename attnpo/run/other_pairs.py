@@ -68,7 +68,7 @@ def _drop_pairs_without_columns(encoded: EncodedSet, source: WeightSource) -> En
 def _capture_without_store(
     readers: Readers, source: WeightSource, pairs: Sequence[PreferencePair]
 ) -> dict[str, PairWeights]:
-    """Captures what ``source`` needs for other pairs, in a temporary store."""
+    """Captures the rows that ``source`` needs for other pairs, in a temporary store."""
     reader = readers.make_reader(source)
     if reader is None:
         return {}

@@ -120,7 +120,7 @@ class RunConfig(RootConfig):
         return epochs if trainer.max_steps < 0 else f"{trainer.max_steps} optimiser steps"
 
     def grid_note(self) -> str:
-        """Describes what replaces the config's learning rate and beta; empty for a single run."""
+        """Describes the grid that replaces the config's learning rate and beta; empty for a single run."""
         return ""
 
     def reusable_folder(self) -> str | None:
