@@ -377,7 +377,7 @@ def test_the_root_of_fit_is_one_typed_component() -> None:
         "study",
     }
     assert "optimizer.lr" not in set(component_fields.bookkeeping_keys(root))
-    with pytest.raises(UserError, match="the _target_ of its root must be a ReportConfig, got FitConfig"):
+    with pytest.raises(UserError, match="_target_ at the top level must be a ReportConfig, got FitConfig"):
         config.parse_as(config.compose("fit"), ReportConfig)
 
 
@@ -784,7 +784,7 @@ def test_a_wrong_option_of_any_group_names_the_nearest(group: str) -> None:
         (["+new.key=3"], "new: unknown key of attnpo.lab.studies.config.FitConfig; it has: data, model"),
         (["~seed"], "seed: required by FitConfig"),
         (["~weights"], "weights: required by FitConfig"),
-        (["~weights._target_"], "weights: expected a component (keys with _target_) that is a WeightSource, got keys"),
+        (["~weights._target_"], "weights: expected a component of type WeightSource (keys with _target_), got keys"),
         (
             ["weights=uniform", "weights._target_=attnpo.data.rules.AlignRules"],
             "weights._target_: expected a WeightSource, got attnpo.data.rules.AlignRules",

@@ -95,7 +95,8 @@ def test_a_live_process_is_named_and_its_folder_refused(tmp_path: Path) -> None:
         named = f"{folder} is in use by process {process.pid} on host {socket.gethostname()} {began}: "
         assert re.match(named, text), text
         assert text.endswith(
-            f"choose another name=, or wait for it to end (`while kill -0 {process.pid}; do sleep 5; done`)"
+            "choose another place with name=NAME, or wait for it to end "
+            f"(`while kill -0 {process.pid}; do sleep 5; done`)"
         )
         assert process.stdin is not None
         process.stdin.close()
@@ -154,8 +155,8 @@ def test_every_end_frees_the_folder(tmp_path: Path, ending: BaseException | None
 def test_a_fresh_heartbeat_of_another_machine_is_believed(tmp_path: Path) -> None:
     write_lock(tmp_path, since="2026-01-01 00:00:00")
     assert refusal(tmp_path, LONG) == (
-        f"{tmp_path} is in use by process 7 on host node7 since 2026-01-01 00:00:00: choose another name=, or wait "
-        "for it to end; if it was killed, the lock expires after lock_timeout=300 seconds"
+        f"{tmp_path} is in use by process 7 on host node7 since 2026-01-01 00:00:00: choose another place "
+        "with name=NAME, or wait for it to end; if it was killed, the lock expires after lock_timeout=300 seconds"
     )
 
 

@@ -128,7 +128,7 @@ def test_typed_credentials_are_masked_and_asked_for_again(
     assert trains(world, out, "resume=auto", prefill=address) == 0
     capsys.readouterr()
     assert show.run_show([f"run={out / 'run'}", "rows=1"]) == 2
-    assert "judge.prefill: its credentials were masked when the config was saved" in told(capsys)
+    assert "judge.prefill: credentials in this value were masked when the config was saved" in told(capsys)
 
 
 STUDY = """

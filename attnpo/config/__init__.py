@@ -1,1 +1,1 @@
-"""From words to typed components: Hydra composes, values are checked against dataclasses."""
+"""Configuration: composes configs with Hydra and parses their values into dataclasses."""

@@ -1,8 +1,8 @@
 """Composes configs with Hydra, parses them into typed components, and resolves config paths.
 
-Hydra is used in this file only. Importing this module, ``--help`` and ``--cfg`` load neither torch nor anything that
-does; parsing imports the modules of the targets, which must therefore be light. Each choice of options is composed once
-per process; the runs of a study differ in single values, which are set in a copy.
+Hydra is used in this file only. Neither importing this module nor ``--help`` and ``--cfg`` load torch. Parsing imports
+the modules of the targets, which must therefore be light. Each choice of options is composed once per process; the runs
+of a study differ in single values, which are set in a copy.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ def cache_root() -> Path:
 
 
 def _read_variable(*given: str) -> str | None:
-    """Reads an environment variable like ``oc.env`` and records the access."""
+    """Reads an environment variable, as ``oc.env`` does, and records the access."""
     record_env_read(given[0])
     try:
         return oc.env(*given)
@@ -91,7 +91,7 @@ def _config_folders(config_dir: Path | None) -> list[Path]:
 
 
 def list_groups(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Lists the sorted options of every config group in both folders; files named ``_...`` are not options."""
+    """Lists the options of every config group, shipped or in ``config_dir``; files named ``_...`` are not options."""
     found: dict[str, set[str]] = {}
     for folder in _config_folders(config_dir):
         for file in folder.rglob("*.yaml"):
@@ -107,10 +107,10 @@ def list_groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 def wrap_yaml_errors(file: Path) -> Iterator[None]:
     """Turns YAML errors raised inside the context, while ``file`` is read, into a UserError that names the file.
 
-    Checks first that the aliases of the file do not expand to too many values.
+    Checks first that the file's aliases do not expand to too many values.
 
     Raises:
-        UserError: the file is not YAML, is nested too deeply, or expands too much.
+        UserError: the file is not YAML, is nested too deeply, or has aliases that expand to too many values.
     """
     try:
         _check_aliases(file)
@@ -181,7 +181,7 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
 
 
 def _needs_hydra(one: Override, grouped: bool) -> bool:
-    """Returns whether Hydra itself must apply an override: it neither chooses a group's option nor sets one value."""
+    """Returns whether only Hydra can apply an override, as it neither chooses a group's option nor sets one value."""
     if one.is_hydra_override() or one.key_or_group.partition(".")[0] == "composed" or one.is_sweep_override():
         return True
     # Hydra treats a mapping given for a group as a value.
@@ -195,7 +195,7 @@ def _describe_unknown(key: str, name: str, overrides: Sequence[str], config_dir:
 
 
 def _compose_cached(key: Hashable, make: Callable[[], DictConfig]) -> DictConfig:
-    """Returns a copy of the config that ``make`` composes, cached by ``key``; pickle is faster than deepcopy here."""
+    """Returns a copy of the config that ``make`` composes, cached by ``key`` as a pickle (faster than deepcopy)."""
     if key not in _composed:
         made = pickle.dumps(make())
         if len(_composed) >= MOST:
@@ -206,7 +206,7 @@ def _compose_cached(key: Hashable, make: Callable[[], DictConfig]) -> DictConfig
 
 
 def _files_digest(folders: Sequence[Path]) -> str:
-    """Returns a digest of the names, times and sizes of all configuration files in ``folders``."""
+    """Returns a digest of the names, modification times and sizes of all config files in ``folders``."""
     files = sorted(file for folder in folders for file in folder.rglob("*.yaml"))
     found = [(str(file), file.stat()) for file in files]
     return hashlib.sha256(repr([(file, at.st_mtime_ns, at.st_size) for file, at in found]).encode()).hexdigest()
@@ -291,7 +291,7 @@ def format_hydra_error(error: Exception) -> str:
 
 
 def suggest_option(text: str, overrides: Sequence[str], known: dict[str, list[str]]) -> str:
-    """Extends Hydra's ``text`` by the closest option to an unknown one, and explains ``null`` for a group."""
+    """Adds to Hydra's error ``text`` the option closest to an unknown one, or how to remove a group set to null."""
     missing = re.search(r"Could not find '(.+)/([^/']+)'", text)
     if missing is not None and missing[1] in known:
         return text.replace(missing[0], missing[0] + did_you_mean(missing[2], known[missing[1]], f"{missing[1]}="), 1)
@@ -360,7 +360,7 @@ def report_problems(problems: list[str]) -> None:
 class Composition:
     """Origin of a config: overrides, the user's config folder and the option chosen for every group.
 
-    ``environment``: in a saved config, digests by key of the texts that were read from environment variables.
+    ``environment``: in a saved config, a digest for each key whose value was read from an environment variable.
     """
 
     overrides: tuple[str, ...] = ()
@@ -377,14 +377,14 @@ class Composition:
 class RootConfig:
     """Typed root of a config; all components are read from it.
 
-    ``values`` are the plain values it was parsed from, used only to save it and to distinguish runs.
+    ``values``: the plain values from which the config was parsed, used only to save it and to tell runs apart.
     """
 
     composed: Composition = field(default_factory=Composition, metadata={"moves_numbers": False})
     values: dict[str, Json] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def with_value(self: SomeRoot, key: str, value: Json | tuple[Json, ...]) -> SomeRoot:
-        """Returns a copy with another value at the dotted ``key``, in the component and in ``values``."""
+        """Returns a copy with ``value`` at the dotted ``key``, in the components and in ``values``."""
         names = key.split(".")
         made: SomeRoot = _replace_at(self, names, value)
         plain_value = list(value) if isinstance(value, tuple) else value
@@ -392,7 +392,7 @@ class RootConfig:
         return made
 
     def with_component(self: SomeRoot, key: str, component: object) -> SomeRoot:
-        """Returns a copy with another component at the top-level key ``key``."""
+        """Returns a copy with ``component`` at the top-level key ``key``."""
         made: SomeRoot = _replace_at(self, [key], component)
         object.__setattr__(made, "values", {**self.values, key: to_config(component)})
         return made
@@ -405,7 +405,8 @@ class RootConfig:
     def check_output_paths(self, said: str, *paths: Path) -> None:
         """Checks that the output files ``paths``, set by the key ``said``, are not inputs of this config.
 
-        Inputs are all files named by a value and, in a folder named by a ``path``, the files of its splits.
+        Inputs are all files that a value names and, in a folder that a key ``path`` names, the files of the data
+        splits.
 
         Raises:
             UserError: an output would overwrite an input.
@@ -440,7 +441,7 @@ class ParsedConfig:
     """Result of parsing a config.
 
     ``root``: ABSENT if it cannot be built; ``missing``: keys that are still ``???``; ``unused``: keys without effect,
-    with the reason.
+    each with the reason.
     """
 
     root: object
@@ -453,7 +454,7 @@ class ParsedConfig:
         report_problems(self.problems or [missing_value_message(path) for path in self.missing if self.root is ABSENT])
         if not isinstance(self.root, kind):
             got = type(self.root).__name__
-            raise UserError(f"config: the _target_ of its root must be a {kind.__name__}, got {got}")
+            raise UserError(f"config: _target_ at the top level must be a {kind.__name__}, got {got}")
         return self.root
 
     def is_unused(self, key: str) -> bool:
@@ -519,7 +520,7 @@ def instantiate(node: object) -> Any:
 
 
 def to_container(cfg: DictConfig) -> dict[str, Json]:
-    """Converts ``cfg`` to resolved dicts and lists; ``???`` stays.
+    """Converts ``cfg`` to resolved dicts and lists; keeps ``???``.
 
     Raises UserError for interpolations that cannot be resolved.
     """

@@ -1,4 +1,4 @@
-"""Converts components back to config values, and lists the keys that cannot change a number."""
+"""Converts components back to config values, and lists the keys that cannot change any computed number."""
 
 import dataclasses
 import inspect
@@ -12,10 +12,10 @@ from attnpo.system.files import Json
 
 
 def bookkeeping_keys(part: object, path: str = "") -> Iterator[str]:
-    """Yields the keys below ``part`` whose fields are marked as unable to change a number.
+    """Yields the keys below ``part`` whose fields are marked as unable to change any computed number.
 
-    ``part`` is a component or a component class. For a class, annotations are followed; below protocols, mappings and
-    sequences only the fields of an actual component are known.
+    ``part`` is a component or a component class. For a class, fields are found by their annotations; fields below
+    protocols, mappings and sequences are known only for an actual component.
     """
     kind = part if inspect.isclass(part) else type(part)
     if isinstance(part, Mapping):

@@ -1,8 +1,8 @@
 """Parses config values by type hints; used through ``attnpo.config.compose``.
 
 A mapping with ``_target_`` becomes a component. A frozen dataclass is its own schema. All problems are reported
-together, under the keys the user types. Enums are given by value in any case, and lists become tuples of the declared
-length. (A pydantic ``TypeAdapter`` was tried and offers less.)
+together, under the keys the user types. Enum values may be given in upper or lower case, and lists become tuples of the
+declared length. (A pydantic ``TypeAdapter`` was tried and offers less.)
 
 A config names code to run. Therefore only ``attnpo`` and the packages listed in the environment variable
 ATTNPO_ALLOW_TARGETS (``mine,ours``) are imported, and only frozen dataclasses that implement the expected interface are
@@ -35,7 +35,7 @@ from attnpo.system.errors import UserError
 from attnpo.system.packages import describe_missing_package
 
 Untouched = NewType("Untouched", dict[str, Any])
-"""Mapping that is passed through unparsed, for the code that uses it."""
+"""Mapping that is not parsed but passed unchanged to the code that uses it."""
 ABSENT: object = object()  # placeholder for a value that is missing, was rejected, or is built later
 MISSING = "???"  # OmegaConf's marker for a value that the user must give
 ALLOW = "ATTNPO_ALLOW_TARGETS"  # comma-separated packages, besides attnpo, whose classes a config may name
@@ -112,12 +112,12 @@ def _can_implement(target: type, role: type) -> bool:
 
 
 def enum_text(member: Enum) -> str:
-    """Returns a member of an enum as a configuration writes it."""
+    """Returns the config value of an enum member."""
     return member.value if isinstance(member.value, str) else member.name.lower()
 
 
 def _may_import(dotted: str) -> bool:
-    """Returns whether the package of a target is attnpo, or one that the user's environment names."""
+    """Returns whether the package of an import path is attnpo or is listed in ATTNPO_ALLOW_TARGETS."""
     allowed = {name.strip() for name in os.environ.get(ALLOW, "").split(",")}
     return dotted.partition(".")[0] in {"attnpo", *allowed} - {""}
 
@@ -148,10 +148,10 @@ def _defining_module(target: object) -> str | None:
 
 
 def import_target(dotted: str, what: str) -> tuple[object, str]:
-    """Imports the object at an import path; returns it and "", or None and the reason of the failure.
+    """Imports the object at an import path; returns it and "", or None and the reason for the failure.
 
-    Path and defining module must be in attnpo or in a package listed in ATTNPO_ALLOW_TARGETS. ``what``: the expected
-    kind of object ("class"), for the message.
+    Both the path and the defining module must be in attnpo or in a package listed in ATTNPO_ALLOW_TARGETS. ``what``:
+    the expected kind of object ("class"), for the message.
     """
     dotted = current_import_path(dotted)
     if not _may_import(dotted):
@@ -193,7 +193,10 @@ def field_hints(target: type) -> dict[str, object]:
 
 
 def to_plain_values(node: object, path: str, problems: list[str], origins: dict[str, str] | None = None) -> object:
-    """Converts ``node`` to plain containers and resolves interpolations; failures go to ``problems``, ``???`` stays."""
+    """Converts ``node`` to plain containers with interpolations resolved; ``problems`` collects failures.
+
+    Values that are still ``???`` are kept.
+    """
     if not isinstance(node, DictConfig | ListConfig):
         return node
     values: dict[object, object] = {}
@@ -221,14 +224,14 @@ def to_plain_values(node: object, path: str, problems: list[str], origins: dict[
 
 
 def _null_parent(node: DictConfig | ListConfig, key: str) -> str | None:
-    """Returns the closest ancestor of ``key`` that is null in the config that contains ``node``, if any."""
+    """Returns the ancestor of ``key`` that is null in the config that contains ``node``; None if there is none."""
     root, parents = node._get_root(), key.split(".")[:-1]
     paths = [".".join(parents[:depth]) for depth in range(1, len(parents) + 1)]
     return next((path for path in paths if OmegaConf.select(root, path, default=ABSENT) is None), None)
 
 
 def report_at_origin(problems: Sequence[str], origins: dict[str, str]) -> list[str]:
-    """Reports problems of interpolated values at the key they come from, without repeating that key's problems."""
+    """Adds to each problem of an interpolated value the key it comes from; drops problems reported for that key too."""
     told = []
     for problem in problems:
         key, _, rest = problem.partition(": ")
@@ -245,7 +248,7 @@ def report_at_origin(problems: Sequence[str], origins: dict[str, str]) -> list[s
 
 
 class ConfigReader:
-    """Parser of config values by type hints that collects all problems."""
+    """Parser that converts config values to the types of hints and collects all problems."""
 
     def __init__(self, *, complete: bool = True) -> None:
         self.complete = complete  # values that are still ??? are problems
@@ -269,8 +272,8 @@ class ConfigReader:
             return MISSING if hint is str else ABSENT  # text can stand for itself until the value is known
         if isinstance(value, str) and is_masked(value, path) and not path.startswith("composed."):
             return self.add_problem(
-                f"{path}: its credentials were masked when the config was saved ({value!r}): enter them again, "
-                "preferably as ${oc.env:VARIABLE}, which is saved unchanged"
+                f"{path}: credentials in this value were masked when the config was saved ({value!r}): enter them "
+                "again, preferably as ${oc.env:VARIABLE}, which is saved unchanged"
             )
         if hint is Untouched:
             return value if isinstance(value, dict) else self.add_mismatch(value, "keys with _target_", path)
@@ -304,7 +307,7 @@ class ConfigReader:
         if container in (dict, Mapping) and not isinstance(value, dict):
             return self.add_mismatch(value, "keys with values", path)
         if _is_interface(hint) and not isinstance(value, hint):
-            return self.add_mismatch(value, f"a component (keys with _target_) that is a {hint.__name__}", path)
+            return self.add_mismatch(value, f"a component of type {hint.__name__} (keys with _target_)", path)
         if isinstance(value, dict):
             of = get_args(hint)[1] if container in (dict, Mapping) and get_args(hint) else Any
             return self.all_or_absent({key: self.read(item, of, join_key(path, key)) for key, item in value.items()})
@@ -361,7 +364,7 @@ class ConfigReader:
         return self.all_or_absent(items if container is list else tuple(items))
 
     def read_component(self, value: dict[object, object], hint: object, path: str) -> object:
-        """Builds the component of a node with ``_target_`` after checking its package and interface."""
+        """Builds the component that ``_target_`` names, after checking the component's package and interface."""
         dotted, key = str(value["_target_"]), join_key(path, "_target_")
         if dotted == MISSING:
             return self.add_problem(missing_value_message(key))

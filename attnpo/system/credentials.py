@@ -55,7 +55,7 @@ def record_interpolation(key: str, text: str, written: str) -> None:
 
 
 def mask_credentials(text: str) -> str:
-    """Masks credentials in a text: logins and query parameters of URLs, and those in ``extra_body``."""
+    """Masks credentials in ``text``: logins and query parameters in URLs, and credentials in ``extra_body``."""
     if "://" in text:
         text = _LOGIN.sub(lambda found: _hide(found[0], _VARIABLE.sub("", found[0]).rpartition(":")[2]), text)
         text = _QUERY.sub(lambda found: found[1] + _hide(found[2], found[2]), text)
@@ -66,7 +66,7 @@ def mask_credentials(text: str) -> str:
 
 
 def _hide(text: str, secret: str) -> str:
-    """Returns ``text`` if its ``secret`` is only an interpolation, otherwise the mask."""
+    """Returns ``text`` unchanged if ``secret`` in it is just an interpolation; otherwise returns the mask."""
     return MASK if _VARIABLE.sub("", secret) else text
 
 
@@ -79,7 +79,7 @@ def is_masked(text: str, key: str) -> bool:
 
 
 def to_savable(values: Mapping[str, Json]) -> dict[str, Json]:
-    """Converts a config's values to a form that can be saved; literal texts that contain ``${`` are escaped."""
+    """Converts a config's values to a form that can be saved; literal strings that contain ``${`` are escaped."""
 
     def save(text: str, key: str, secret: bool) -> str:
         written = _interpolations.get(text, {}).get(key)
@@ -95,7 +95,7 @@ def to_savable(values: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def digest_env_values(values: Mapping[str, Json]) -> dict[str, Json]:
-    """Digests the texts that were read from the environment, by key, without credentials."""
+    """Returns a digest for each key whose value was read from the environment; credentials are omitted."""
     found: dict[str, Json] = {}
 
     def note(text: str, key: str, secret: bool) -> str:
@@ -132,7 +132,7 @@ def identify(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def is_same_identity(stored: object, value: object) -> bool:
-    """Returns whether ``stored`` equals ``value`` or its form from ``identify``, also from another process."""
+    """Returns whether ``stored`` is ``value`` or a form of it from ``identify``, even one made by another process."""
     if isinstance(stored, list) and isinstance(value, list | tuple):
         return len(stored) == len(value) and all(map(is_same_identity, stored, value))
     if isinstance(stored, str) and isinstance(value, str):
@@ -149,7 +149,7 @@ def _interpolation_of(text: str) -> str | None:
 
 
 def _map_texts(value: Json, change: Callable[[str, str, bool], str], key: str = "") -> Json:
-    """Applies ``change`` to every text in ``value``; it gets the text, its key and whether it is a credential."""
+    """Applies ``change`` to every string in ``value``, with the string, its key and whether it is a credential."""
     if isinstance(value, Mapping):
         return {name: _map_texts(item, change, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
 """Files on disk: atomic writes, sizes, and checksums that detect later changes.
 
-Imports only the standard library and the UserError.
+Imports only the standard library and UserError.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ os.umask(_UMASK)
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Writes ``content`` to ``path`` atomically: even after a crash the file is absent, old or complete.
+    """Writes ``content`` to ``path`` atomically: even after a crash, the file is absent, unchanged or complete.
 
     The content is flushed to disk before it replaces the old file; permissions follow the umask.
     """
@@ -51,7 +51,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 @contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Adds ``path`` to an OSError raised inside the context; Python names no file if a write fails."""
+    """Adds ``path`` to an OSError raised inside the context; Python's own error for a failed write names no file."""
     try:
         yield
     except OSError as problem:
@@ -61,7 +61,7 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def apply_umask(path: Path) -> None:
-    """Sets permissions by the umask; temporary files and folders are created with access for the owner only."""
+    """Sets the permissions that the umask gives to new files; temporary ones are accessible to their owner only."""
     path.chmod((0o777 if path.is_dir() else 0o666) & ~_UMASK)
 
 
@@ -84,9 +84,9 @@ def file_digest(path: Path) -> str:
 
 
 def write_checksums(folder: Path, known: Mapping[str, str] | None = None, only: Sequence[str] | None = None) -> None:
-    """Writes the digests of all files below ``folder`` to its ``digests.json``; ``changed`` compares with them.
+    """Writes a digest of each file below ``folder`` to ``digests.json`` there, for ``describe_change`` to compare.
 
-    ``known``: digests taken before, by relative path. ``only``: the files that are sealed.
+    ``known``: digests that are already computed, by relative path. ``only``: the files to include (None: all).
     """
     known = known or {}
     names = _list_files(folder) if only is None else sorted(only)
@@ -121,7 +121,7 @@ def describe_change(
     if only is not None:
         lacking = [name for name in only if "*" not in name and name not in files]
         if lacking:
-            return f"{lacking[0]} is not in its {SEAL}"
+            return f"its {SEAL} does not list {lacking[0]}"
         files = {name: value for name, value in files.items() if any(_matches(name, pattern) for pattern in only)}
     for name, value in files.items():
         if name not in there:
@@ -169,7 +169,7 @@ def write_record(path: Path, content: Mapping[str, object]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """Reads a file of ``write_record``; None if it does not exist or was changed since."""
+    """Reads a file written by ``write_record``; None if the file does not exist or was changed since."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
         return content if content.pop(RECORD) == _combined_digest(content) else None
@@ -184,12 +184,12 @@ def digest(value: object) -> str:
 
 
 def add_row_digest(row: Mapping[str, object], of: str = "") -> dict[str, object]:
-    """Returns a row with a digest of the rest of it, and of what it is ``of``, which ``pop_row_digest`` compares."""
+    """Returns a copy of ``row`` with a digest of its values and of ``of``, which ``pop_row_digest`` verifies."""
     return {**row, RECORD: digest({**row, RECORD: of} if of else dict(row))[:16]}
 
 
 def pop_row_digest(row: object, of: str = "") -> bool:
-    """Takes the digest out of a row that was read; returns whether the rest is as it was sealed."""
+    """Removes the digest from ``row``; returns whether it matches the remaining values and ``of``."""
     return isinstance(row, dict) and row.pop(RECORD, None) == add_row_digest(row, of)[RECORD]
 
 
@@ -197,24 +197,25 @@ def pop_row_digest(row: object, of: str = "") -> bool:
 
 
 def check_is_own_file(said: str, path: Path, mark: Path, written: Sequence[str], maker: str) -> None:
-    """Checks that ``maker`` may overwrite ``path``: it wrote the file itself, and nobody changed it since.
+    """Checks that ``maker`` may write ``path``: the file does not exist, or is unchanged since ``maker`` wrote it.
 
-    ``written``: digests of the files it wrote, from its marker file ``mark``; empty if the marker is not its own.
+    ``written``: digests of the versions that ``maker`` wrote, from the marker file ``mark``; empty if another program
+    wrote the marker.
 
     Raises:
-        UserError: the file is foreign or was changed.
+        UserError: another program wrote the file, or the file was changed.
     """
     strange = [file for file in (path, mark) if os.path.lexists(file) and not written]
     if strange or (os.path.lexists(path) and not (path.is_file() and file_digest(path) in written)):
         what = f"{strange[0]} was not written by {maker}" if strange else f"it was changed since {maker} wrote it"
-        raise UserError(f"{said}: {what}; move the file away, or write to another one")
+        raise UserError(f"{said}: {what}; move the file away, or choose another file")
 
 
 def check_is_marked_file(said: str, path: Path, maker: str) -> None:
-    """Checks that ``path`` is free or holds a file that ``write_marked_file`` wrote for ``maker``.
+    """Checks that ``path`` does not exist or is a file that ``write_marked_file`` wrote for ``maker``.
 
     Raises:
-        UserError: another file is there.
+        UserError: ``path`` is another file.
     """
     mark = path.with_name(f"{path.name}{MARK}")
     stored = read_record(mark) or {}
@@ -224,10 +225,10 @@ def check_is_marked_file(said: str, path: Path, maker: str) -> None:
 def write_marked_file(
     said: str, path: Path, content: bytes | str, maker: str, facts: Mapping[str, object] | None = None
 ) -> None:
-    """Writes a file named by the user, preceded by a marker FILE.meta.json with ``facts`` and the file's digest.
+    """Writes a file named by the user, after a marker file FILE.meta.json with ``facts`` and the file's digest.
 
     Raises:
-        UserError: a file of another origin is in its place.
+        UserError: ``path`` is a file of another origin.
     """
     check_is_marked_file(said, path, maker)
     content = content.encode() if isinstance(content, str) else content
@@ -249,7 +250,7 @@ def remove_partial_line(path: Path) -> bool:
 
 
 def _list_files(folder: Path) -> list[str]:
-    """Lists the files below ``folder``, without its checksum file and hidden files."""
+    """Lists the files below ``folder``, except the checksum file and hidden files."""
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(
         name.as_posix()
@@ -273,12 +274,12 @@ def rename_damaged(path: Path) -> Path:
 
 
 def safe_filename(name: str) -> str:
-    """Replaces characters that are not safe in file names by underscores."""
+    """Replaces characters that are not safe in file names with underscores."""
     return "".join(letter if letter.isalnum() or letter in "=.-" else "_" for letter in name)
 
 
 def folder_size(folder: Path) -> int:
-    """Returns the total size of all files below ``folder`` in bytes; 0 if it does not exist."""
+    """Returns the total size in bytes of all files below ``folder``; 0 if the folder does not exist."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -317,7 +318,7 @@ def flatten(values: Mapping[str, object], separator: str = ".", path: str = "") 
 
 
 def find_differences(stored: Mapping[str, object], asked: Mapping[str, object]) -> list[tuple[str, str, str]]:
-    """Lists (name, stored, requested) for every difference between nested JSON values, shortened for messages."""
+    """Lists (name, stored, requested) for every difference between nested JSON values; shortens values for messages."""
     before, now = dict(flatten(stored)), dict(flatten(json.loads(json.dumps(asked))))
     names = [name for name in (*now, *(before.keys() - now.keys())) if before.get(name) != now.get(name)]
     return [(name, shorten(before.get(name)), shorten(now.get(name))) for name in names]

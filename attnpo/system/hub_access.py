@@ -1,6 +1,6 @@
-"""Checks once whether the Hugging Face hub is reachable, instead of half a minute of retries.
+"""Checks once whether the Hugging Face hub is reachable, which saves half a minute of retries.
 
-The hub's libraries try five times with growing pauses before they use their own cache, and again for every file.
+The hub's libraries would try five times, with growing pauses, before using their cache, and repeat this for each file.
 """
 
 import sys

@@ -2,7 +2,8 @@
 
 The lock is the hidden folder ``.lock`` with one file, which names the holder and is touched as long as the holder is
 alive. The folder is created under another name and renamed; renaming fails if a lock with a file exists, so exactly one
-of several starters wins. To replace a dead holder, only that holder's file is removed. Imports no third-party package.
+of several jobs that start together gets the lock. To replace a dead holder, only that holder's file is removed. Imports
+no third-party package.
 """
 
 import errno
@@ -39,10 +40,10 @@ HELD = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Process that holds the lock of a folder; the defaults describe a lock that cannot be read.
+    """Process that holds a folder's lock; the defaults describe a lock that cannot be read.
 
     ``machine`` and ``began`` distinguish the process from later ones with the same id; ``job`` is the same in all
-    processes of a job; ``attempts``: restart counts of the scheduler's jobs.
+    processes of a job; ``attempts``: restart count of each scheduler job.
     """
 
     pid: int = 0
@@ -73,7 +74,7 @@ class LockHolder:
         return f"process {self.pid} on host {self.host} since {self.since}"
 
     def is_alive(self) -> bool | None:
-        """Returns whether the holder's process is running; None if that cannot be determined from here."""
+        """Returns whether the holder's process is running; None if that cannot be determined from this machine."""
         if self.machine != _machine_id() or self.pid < 1:
             return None
         try:
@@ -90,13 +91,13 @@ class LockHolder:
         return any(count > other.attempts.get(job, count) for job, count in self.attempts.items())
 
     def is_same_job_as(self, other: "LockHolder") -> bool:
-        """Returns whether both processes belong to one job; Lightning starts the others from the main process."""
+        """Returns whether both processes belong to one job; Lightning's main process starts the others."""
         return bool(self.job and self.job == other.job) or other.pid == os.getppid()
 
 
 @contextmanager
 def folder_lock(
-    folder: Path, timeout: float = TIMEOUT, *, leading: bool = True, file: str = "", instead: str = "name="
+    folder: Path, timeout: float = TIMEOUT, *, leading: bool = True, file: str = "", instead: str = "name=NAME"
 ) -> Iterator[None]:
     """Locks ``folder``, or its file ``file``, against other jobs while the context is open.
 
@@ -105,7 +106,7 @@ def folder_lock(
     ``timeout`` seconds old. A restarted job waits up to ``timeout`` for its earlier attempt.
 
     Raises:
-        UserError: another job holds the lock (``instead``: the key that selects another place), or the lock cannot be
+        UserError: another job holds the lock (``instead``: setting that selects another folder), or the lock cannot be
             written.
     """
     lock = folder / (f".{file}.lock" if file else ".lock")
@@ -163,7 +164,7 @@ def _acquire(mark: Path, this: LockHolder, timeout: float, leading: bool, place:
         if gone and not leading:  # the main process replaces the holder
             return
         if gone:
-            log.info("%s: %s is gone; taking over its lock", place, holder)
+            log.info("%s: %s has ended; taking over its lock", place, holder)
             path.unlink(missing_ok=True)
         elif gone is False and (ends or not waits):
             raise UserError(_lock_held_message(place, holder, instead, timeout, now - began if waits else 0.0))
@@ -224,7 +225,7 @@ def _has_heartbeat_stopped(age: float, unchanged: float, moves: bool, patience: 
 
 
 def _seconds_since(path: Path, touched: float) -> float:
-    """Returns the seconds since ``touched`` by the clock of the file system that holds ``path``."""
+    """Returns the seconds since ``touched`` by the clock of the file system that contains ``path``."""
     try:
         with tempfile.TemporaryFile(dir=path.parents[1], prefix=".") as file:
             return abs(os.fstat(file.fileno()).st_mtime - touched)
@@ -237,7 +238,7 @@ def _lock_held_message(place: str, holder: LockHolder, instead: str, timeout: fl
     if holder.is_alive() is None:
         wait = f"wait for it to end; if it was killed, the lock expires after lock_timeout={timeout:g} seconds"
     still = f", still after {waited:.0f} s" if waited else ""
-    return f"{place} is in use by {holder}{still}: choose another {instead}, or {wait}"
+    return f"{place} is in use by {holder}{still}: choose another place with {instead}, or {wait}"
 
 
 def _send_heartbeats(mark: Path, beat: float, stop: threading.Event) -> None:
@@ -270,7 +271,7 @@ def _machine_id() -> str:
 
 
 def _process_start_time(pid: int) -> str | None:
-    """Returns the start time of a process; empty if it has ended, None if unknown."""
+    """Returns the start time of a process; an empty string if the process has ended, None if unknown."""
     try:
         if Path("/proc/self/stat").exists():
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -284,7 +285,7 @@ def _process_start_time(pid: int) -> str | None:
 
 
 def _job_id() -> str:
-    """Returns an id shared by the processes of a job, from their launcher's variables; empty without a launcher."""
+    """Returns an id shared by the processes of a job, from the launcher's environment variables; empty without one."""
     torchrun = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     names = torchrun if "MASTER_PORT" in os.environ else slurm

@@ -1,4 +1,4 @@
-"""Environment of a command: package versions, git commit, device for inference. Imports torch only on use."""
+"""Environment of a command: package versions, git commit and device for inference. Imports torch only on use."""
 
 import platform
 import subprocess
@@ -50,7 +50,7 @@ def package_versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Returns the git commit of the checkout, marked if files were changed; None outside a checkout."""
+    """Returns the checkout's git commit, followed by ", changed" if files were changed; None outside a checkout."""
     if not (ROOT / ".git").exists():
         return None
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, changed", "--exclude=*"]
@@ -62,7 +62,7 @@ def git_commit() -> str | None:
 
 
 def version_line() -> str:
-    """Returns all versions in one line."""
+    """Returns the versions of attnpo and of the packages it uses as one line."""
     found, at = package_versions(), git_commit()
     own = f"{found.pop('attnpo')} (commit {at})" if at else found.pop("attnpo")
     return f"versions: attnpo {own} " + " ".join(f"{name} {version}" for name, version in found.items())

@@ -19,7 +19,7 @@ def world_size() -> int:
 
 
 def launched_processes() -> tuple[int, int | None] | None:
-    """Returns the numbers of processes and nodes started by a launcher; None without a launcher.
+    """Returns how many processes and nodes the launcher started; None without a launcher.
 
     Without a launcher, training starts its own processes. The number of nodes is None if the launcher does not set it.
     torchrun counts as a launcher even for one process.
@@ -58,7 +58,7 @@ def before_abrupt_exit(act: Callable[[], None]) -> Iterator[None]:
 
 
 def is_slurm_task() -> bool:
-    """Returns whether SLURM itself assigns the ranks of this job, not a launcher inside the SLURM job."""
+    """Returns whether SLURM itself assigns this job's ranks, rather than a launcher inside the SLURM job."""
     return "WORLD_SIZE" not in os.environ and launched_processes() is not None
 
 

@@ -1,10 +1,11 @@
 """Content-addressed store of per-pair arrays: raw weight rows, reference log-probabilities.
 
-On disk, ``<root>/<kind>/<digest of the key>/`` holds ``key.json`` and, per append, a Parquet shard ``<content
+On disk, ``<root>/<kind>/<digest of the key>/`` contains ``key.json`` and, per append, a Parquet shard ``<content
 digest>.parquet`` with its entry ``<content digest>.json`` (key, checksum, pairs, columns). Files are renamed into
 place, the shard before its entry, so readers only see complete shards. Several processes may append, and folders of the
 same name can be merged by copying files. Shards that are damaged, belong to another key, or have no key (written by an
-older version) count as missing, with a warning. Shards may hold different columns of a pair; reads merge them.
+older version) count as missing, with a warning. Shards may contain different columns of the same pair; reads merge the
+columns.
 """
 
 import hashlib
@@ -46,7 +47,7 @@ class Store:
     _tables: dict[Path, "StoreTable"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def table(self, kind: str, key: Mapping[str, object]) -> "StoreTable":
-        """Returns the table of ``kind`` for ``key``, the JSON-serialisable settings that determine its numbers."""
+        """Returns the table of ``kind`` for ``key``, the JSON-serialisable settings that determine its values."""
         folder = Path(self.root) / kind / _folder_name(key)
         return self._tables.setdefault(folder, StoreTable(folder, dict(key)))
 
@@ -63,7 +64,7 @@ class _Shard:
 
 
 class _ForeignShard(Exception):
-    """Intact shard that does not belong to the table; the text gives the reason."""
+    """Intact shard that does not belong to the table; the message gives the reason."""
 
 
 class StoreTable:
@@ -101,7 +102,7 @@ class StoreTable:
         return sum(one.seconds or 0.0 for one in timed) / pairs if pairs else None
 
     def nearest_difference(self) -> str | None:
-        """Returns the first difference between the key and that of the most similar other table of this kind, or None.
+        """Returns the first difference from the key of the most similar other table of this kind; None without one.
 
         Example: "judge.dtype: stored float32, requested bfloat16".
         """
@@ -128,8 +129,8 @@ class StoreTable:
         absent = self.missing_pairs(pair_ids, map(_base_column, columns))
         if absent:
             raise UserError(
-                f"store {self.folder}: {len(absent)} of {len(set(pair_ids))} pairs have no complete "
-                f"{', '.join(columns)} (first: {', '.join(absent[:3])}): run attnpo.weigh with the same config first"
+                f"store {self.folder}: {len(absent)} of {len(set(pair_ids))} pairs lack some of the columns "
+                f"{', '.join(columns)} (first: {', '.join(absent[:3])}): first run attnpo.weigh with this config"
             )
         cells: dict[str, dict[str, Cell]] = {pair_id: {} for pair_id in pair_ids}
         for shard in self._load_index():
@@ -158,7 +159,7 @@ class StoreTable:
             del self._shards[shard.name]
             raise UserError(
                 f"store: shard {path} was intact when this run started but cannot be read now ({error}): start the run "
-                "again, and its rows will be recomputed"
+                "again to recompute the shard's rows"
             ) from error
 
     # ------------------------------------------------------------------------------------------- writing
@@ -166,11 +167,11 @@ class StoreTable:
     def append(self, rows: Rows, seconds: float | None = None) -> None:
         """Stores ``rows``: pair id -> column -> number, string, one-dimensional array, or dict of these.
 
-        Float32 values are stored bit by bit. A column must have one type per call. ``seconds``: computing time of all
-        rows.
+        Float32 values are stored bit for bit. Within a call, all values of a column must have one type. ``seconds``:
+        computing time of all rows together.
 
         Raises:
-            UserError: the disk cannot be written.
+            UserError: the rows cannot be written to disk.
         """
         groups: dict[tuple[str, ...], list[str]] = {}
         for pair_id, row in rows.items():
@@ -209,7 +210,7 @@ class StoreTable:
     # ------------------------------------------------------------------------------------------- index
 
     def _load_index(self) -> list[_Shard]:
-        """Loads new entries and returns all intact shards by name; each shard is verified once per process."""
+        """Loads new entries and returns all intact shards, sorted by name; each shard is verified once per process."""
         names = {path.stem for path in self.folder.glob("*.json")} - {Path(KEY_FILE).stem}
         for name in self._shards.keys() - names:
             del self._shards[name]
@@ -222,10 +223,10 @@ class StoreTable:
             except _ForeignShard as stranger:
                 strangers.setdefault(str(stranger), []).append(name)
             except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-                told = "store %s: shard %s.parquet is ignored, its rows count as missing: %s"
+                told = "store %s: shard %s.parquet is ignored and its rows count as missing: %s"
                 logger.warning(told, self.folder, name, error)
         for reason, shards in strangers.items():
-            told = "store %s: %d shards are ignored, their rows count as missing (first: %s.parquet): %s"
+            told = "store %s: %d shards are ignored and their rows count as missing (first: %s.parquet): %s"
             logger.warning(told, self.folder, len(shards), shards[0], reason)
         if names and not self._key_checked:
             self._check_key()
@@ -254,25 +255,25 @@ class StoreTable:
         path = self.folder / f"{name}.parquet"
         entry: Any = _read_json(self.folder / f"{name}.json")  # missing keys raise errors below
         if entry is None:
-            raise ValueError("its entry is not readable JSON")
+            raise ValueError("the shard's entry is not readable JSON")
         rows = {pair_id: place for place, pair_id in enumerate(entry["pairs"])}
         shard = _Shard(name, entry["sha256"], rows, frozenset(entry["columns"]), entry.get("seconds"))
         if file_digest(path) != shard.sha256:
-            raise ValueError("its checksum differs from the one in its entry")
+            raise ValueError("the checksum differs from the one in the shard's entry")
         with pq.ParquetFile(path) as stored:
             mark = (stored.schema_arrow.metadata or {}).get(KEY_MARK)
             if mark is None and "key" not in entry:
-                raise _ForeignShard("they were written by an older version, without their key; they can be removed")
+                raise _ForeignShard("an older version wrote these shards without a key; they can be removed")
             if mark != str(entry.get("key")).encode():
-                raise ValueError("its key differs from the one in its entry")
+                raise ValueError("the key differs from the one in the shard's entry")
             if entry["key"] != self._digest:
-                raise _ForeignShard("they belong to another key, and so to another folder")
+                raise _ForeignShard("these shards belong to another key, and so to another folder")
             if set(stored.schema_arrow.names) != shard.columns | {PAIR_ID}:
-                raise ValueError("its columns differ from those in its entry")
+                raise ValueError("the columns differ from those in the shard's entry")
             if stored.read(columns=[PAIR_ID]).column(PAIR_ID).to_pylist() != entry["pairs"]:
-                raise ValueError("its pairs differ from those in its entry")
+                raise ValueError("the pairs differ from those in the shard's entry")
             if path.stat().st_size != entry["bytes"]:
-                raise ValueError("its size differs from the one in its entry")
+                raise ValueError("the file size differs from the one in the shard's entry")
         return shard
 
 

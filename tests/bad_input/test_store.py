@@ -55,16 +55,16 @@ def other_pair(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a flipped bit in a shard": (flip, "its checksum differs"),
-    "a shard that was cut off": (lambda path: path.write_bytes(path.read_bytes()[:-40]), "its checksum differs"),
-    "an empty shard": (lambda path: path.write_bytes(b""), "its checksum differs"),
+    "a flipped bit in a shard": (flip, "the checksum differs"),
+    "a shard that was cut off": (lambda path: path.write_bytes(path.read_bytes()[:-40]), "the checksum differs"),
+    "an empty shard": (lambda path: path.write_bytes(b""), "the checksum differs"),
     "a shard that is gone": (Path.unlink, "No such file"),
     "an entry with broken JSON": (
         lambda path: path.with_suffix(".json").write_text('{"sha256": '),
-        "its entry is not readable JSON",
+        "the shard's entry is not readable JSON",
     ),
     "an entry that lacks a key": (lambda path: path.with_suffix(".json").write_text("{}"), "'pairs'"),
-    "an entry with a changed pair id": (other_pair, "its pairs differ from those in its entry"),
+    "an entry with a changed pair id": (other_pair, "the pairs differ from those in the shard's entry"),
 }
 
 
@@ -78,7 +78,7 @@ def test_damage_costs_the_rows_of_one_shard(
     damage(victim)
     with judge_loads() as loaded:
         answer = attempts.weigh(world=world)
-    message = answer.noted("is ignored, its rows count as missing")
+    message = answer.noted("is ignored and its rows count as missing")
     assert victim.name in message and why in message
     assert len(loaded) == 1 and answer.noted(f"weights: {PAIRS - VAL} of {PAIRS} pairs in the store; computing {VAL}")
     assert victim.read_bytes() == sound, "the same numbers come again, under the same name"

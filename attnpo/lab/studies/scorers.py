@@ -107,7 +107,7 @@ def train_scorers(
         for place in places.values():
             if not has_intact_model(place):
                 make_folder(place)
-                locks.enter_context(folder_lock(place, workers.lock_timeout, instead="store="))
+                locks.enter_context(folder_lock(place, workers.lock_timeout, instead="store=FOLDER"))
         lacking = [name for name, place in places.items() if not has_intact_model(place)]
         for name in lacking:
             if read_result(places[name])[0] is not None:
