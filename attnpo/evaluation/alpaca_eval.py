@@ -70,11 +70,11 @@ class AlpacaEval:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns the names of the win rates; the length-controlled one comes first if its auxiliary file is there."""
+        """Returns the names of the win rates; the length-controlled one comes first, if available."""
         return (LENGTH_CONTROLLED, RAW, DISCRETE) if self._auxiliary else (RAW, DISCRETE)
 
     def questions(self) -> Sequence[Question]:
-        """Returns the instructions as questions; their ids are positions in the reference set."""
+        """Returns the instructions as questions; the id of each is its position in the reference set."""
         return self._questions
 
     def baseline_answers(self) -> Mapping[str, str]:
@@ -82,7 +82,7 @@ class AlpacaEval:
         return {str(place): row["output"] for place, row in enumerate(self._rows)}
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns everything except the answers that can change calls or win rates."""
+        """Returns everything that can change calls or win rates, apart from the answers."""
         rates = {} if self._auxiliary is None else {"scikit-learn": version("scikit-learn")}
         return {
             "reference": file_digest(self._reference_file),
@@ -105,12 +105,12 @@ class AlpacaEval:
         ]
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
-        """Computes the library's win rates over answers that are ties or have a reply with a verdict.
+        """Computes the library's win rates over the answers that are tied or have a reply with a verdict.
 
-        ``answers`` may cover only some of the questions; the others are ignored.
+        ``answers`` may cover only some of the questions; the other questions are ignored.
 
         Raises:
-            ValueError: a reply answers a prompt that no question has.
+            ValueError: a reply belongs to a prompt that no question produces.
         """
         questions = select_answered(self.questions(), answers)
         compared = dict(
@@ -146,8 +146,8 @@ class AlpacaEval:
         file = download_data_file(REFERENCE) if given is None else Path(given).expanduser()
         if isinstance(file, str):
             raise UserError(
-                f"benchmark.reference_outputs is not set, and {REFERENCE} cannot be downloaded ({file}): set it to "
-                f"{HOW_TO_GET_REFERENCE}"
+                f"benchmark.reference_outputs is not set, and {REFERENCE} cannot be downloaded ({file}): set "
+                f"benchmark.reference_outputs to {HOW_TO_GET_REFERENCE}"
             )
         return file
 
@@ -187,7 +187,7 @@ class AlpacaEval:
 
     @cached_property
     def _auxiliary(self) -> Path | None:
-        """Finds the auxiliary file; returns None without length control or, with a warning, if it is unavailable."""
+        """Finds the auxiliary file; returns None without length control, or (with a warning) if it is unavailable."""
         if not self.length_controlled:
             return None
         if self.auxiliary is not None:
@@ -197,13 +197,13 @@ class AlpacaEval:
         if isinstance(found, Path):
             return alpaca_library.read_auxiliary(found, self.rows, str(found))
         _log.warning(
-            "%s: no length-controlled win rate, only raw ones, because a file is missing: get %s (%s)",
+            "%s: reporting only raw win rates, because the length-controlled one needs a missing file: get %s (%s)",
             *(self.name, HOW_TO_GET_AUXILIARY, found),
         )
         return None
 
     def _pair_answers(self, answers: Mapping[str, ModelAnswer], questions: Sequence[Question]) -> list[AlpacaRow]:
-        """Matches each answer with the baseline's.
+        """Pairs each answer with the baseline's answer to the same question.
 
         Raises:
             UserError: the answers do not match the questions.

@@ -5,7 +5,7 @@ and returns stored replies. All benchmarks can therefore share one store, one bu
 caches are never used, so that no round sees the replies of another.
 
 The length-controlled rate needs ``df_gamed.csv`` (the difficulty of each instruction, and 1610 rows in which the
-baseline was told to be concise or verbose). The library would download it; here it is passed in as a file.
+baseline was asked to be concise or verbose). The library would download it; here it is passed in as a file.
 """
 
 import io
@@ -57,10 +57,10 @@ class AlpacaRow:
 
 @dataclass(frozen=True)
 class Annotator:
-    """Annotator of the library, with ``settings`` as arguments of a ``GradingCall``.
+    """Annotator from the library; ``settings`` are keyword arguments for its ``GradingCall`` objects.
 
-    ``settings["labels"]`` are the verdict tokens; empty if the annotator parses text instead. ``digest`` covers its
-    template, settings and parser.
+    ``settings["labels"]`` are the verdict tokens; empty if the annotator parses text instead. ``digest`` covers the
+    annotator's template, settings and parser.
     """
 
     name: str
@@ -128,7 +128,7 @@ def silence_alpaca_eval() -> Iterator[None]:
 
 
 def download_data_file(file: str) -> Path | str:
-    """Downloads a file of the library's data set or finds it in the hub cache; returns the reason if neither works."""
+    """Downloads a file of the library's data set or finds it in the hub cache; returns an error text if both fail."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -172,7 +172,7 @@ def load_annotator(name: str) -> Annotator:
     numerator = parser.keywords.get("numerator_token")
     reads_text = numerator is None and single.completion_key == "completions"
     if not reads_text and (numerator is None or parser.keywords.get("log_prob_index", "batch") not in ("batch", 0)):
-        raise _unsupported_annotator_error(name, "it reads more of a reply than its text or its first token")
+        raise _unsupported_annotator_error(name, "it reads more of a reply than the text or the first token")
     denominators = parser.keywords.get("denominator_tokens", ())
     account = [single.prompt_template, settings, parser.func.__name__, repr(sorted(parser.keywords.items()))]
     asked = {
@@ -215,13 +215,13 @@ def annotate(
 ) -> tuple[list[tuple[Message, ...] | None], Float[np.ndarray, " rows"]]:
     """Runs the library over the rows: returns the judge prompts that still lack a reply, and the preferences.
 
-    A row with a reply, or with two identical answers, needs no prompt. Preferences run from 1 (the baseline's answer
-    is certainly better) through 1.5 (tie) to 2 (the model's is); NaN if there is no reply, or no verdict in it. A reply
-    without log-probabilities counts as if its text had probability 1. As in the library, the instruction seeds the
-    order of the two answers, so that it is the same in every round.
+    A row with a reply, or with two identical answers, needs no prompt. Preferences run from 1 (the baseline's answer is
+    certainly better) through 1.5 (tie) to 2 (the model's is); NaN if there is no reply or the reply contains no
+    verdict. A reply without log-probabilities counts as if its text had probability 1. As in the library, the
+    instruction seeds the order of the two answers, so the order is the same in every round.
 
     Raises:
-        ValueError: a reply answers a prompt that no row has.
+        ValueError: a reply belongs to a prompt that no row produces.
     """
     given = {digest(call.messages): reply for call, reply in replies.items()}
     known: set[str] = set()
@@ -231,7 +231,7 @@ def annotate(
         parse, lacking = single.fn_completion_parser, f"{single.prfx_to_completion_cols}lacking"
 
         def complete(prompts: Sequence[str], **settings: object) -> dict[str, Sequence[object]]:
-            """Replaces the library's client; returns prompts without a reply in the column ``lacking``."""
+            """Replaces the library's client; the column ``lacking`` contains prompts without a reply."""
             keys = [digest(_to_messages(prompt)) for prompt in prompts]
             known.update(keys)
             found = [given.get(key) for key in keys]
@@ -253,7 +253,7 @@ def annotate(
         )
     others = [call.item for call in replies if digest(call.messages) not in known]
     if others:
-        raise ValueError(f"the reply to question {others[0]} answers a different prompt than the question has now")
+        raise ValueError(f"the reply to question {others[0]} belongs to a different prompt from the current one")
     asked = [_to_messages(prompt) if isinstance(prompt := row.get(lacking), str) else None for row in annotated]
     values = [row["preference"] if messages is None else None for row, messages in zip(annotated, asked, strict=True)]
     return asked, np.array([np.nan if value is None else float(value) for value in values], dtype=float)
@@ -265,7 +265,7 @@ def _to_messages(prompt: str) -> tuple[Message, ...]:
 
 
 def _to_completion(reply: GradingReply, completion_key: str) -> Json:
-    """Converts a reply to the library's form: a text, or a choice with the first token's log-probabilities."""
+    """Converts a reply to the library's form: a string, or a choice with the first token's log-probabilities."""
     text = reply.text or " "
     if completion_key == "completions":
         return text
@@ -285,7 +285,7 @@ class WinRates:
     """Win rates in percent.
 
     ``values`` [rows]: each row's contribution to the rates that are means over rows, NaN if it has none. ``errors``:
-    standard error of each rate over questions. ``lengths_equal``: the length-controlled rate does not exist, because
+    standard error of each rate over questions. ``lengths_equal``: True if there is no length-controlled rate, because
     all rows have the same length difference or there is only one row.
     """
 
@@ -302,8 +302,8 @@ def read_auxiliary(file: Path, instructions: int, named: str) -> Path:
     """Validates the auxiliary file and returns it.
 
     Raises:
-        UserError: the file is missing, malformed or made for another number of instructions; the message calls it
-            ``named``.
+        UserError: the file is missing, malformed or made for another number of instructions; the message refers to the
+            file as ``named``.
     """
     import pandas
 
@@ -339,7 +339,8 @@ def win_rates(
 
     ``places``: positions of the rows in the reference set, which determine their difficulty (default: 0, 1, ...).
     ``auxiliary``: file for the length-controlled rate, which is skipped if None. Raw rates leave out rows without a
-    preference. As in the library, the length-controlled rate is fitted without these rows but predicts for them.
+    preference. As in the library, the length-controlled rate is fitted without these rows, but its predictions include
+    them.
     """
     import pandas
 
@@ -408,10 +409,10 @@ def _standard_error(
 ) -> float:
     """Returns the standard error over questions of the length-controlled rate, in percent.
 
-    The library's own estimate (``lc_standard_error``) treats the fitted weights as certain, although they depend on
-    the questions; it is about half of what resampling the questions gives. This one includes each question's effect
-    on the fitted weights as well as on the mean (influence function of a weighted logistic regression). ``lengths``
-    are in standard deviations, ``shares`` in [0, 1].
+    The library's own estimate (``lc_standard_error``) treats the fitted weights as certain, although they depend on the
+    questions; that estimate is about half of what resampling the questions gives. The estimate returned here includes
+    each question's effect on the fitted weights as well as on the mean (influence function of a weighted logistic
+    regression). ``lengths`` are in standard deviations, ``shares`` in [0, 1].
     """
     import pandas
 

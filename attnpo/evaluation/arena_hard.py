@@ -3,14 +3,14 @@
 The protocol follows lmarena/arena-hard-auto. Questions, baseline answers and judge prompts are read from a checkout;
 system prompts are constants of a Python file, which is parsed but never run.
 
-Differences from arena-hard-auto: the score is the exact weighted mean (there: the mean of 100 resamples, or a
-Bradley-Terry fit, which gives the same if every model only meets the baseline); style control is not implemented; a
-judge that gives no verdict is not asked again (2024). Verdicts with an unknown label count as missing (the 2025 code
-crashes).
+Differences from arena-hard-auto: the score is the exact weighted mean (there it is the mean of 100 resamples, or comes
+from a Bradley-Terry fit, which gives the same result if every model is only compared with the baseline); style control
+is not implemented; a judge that gives no verdict is not asked again (the 2024 code asks again). Verdicts with an
+unknown label count as missing (the 2025 code crashes).
 
-There are two versions of the protocol. The 2025 one (196f6b8) upper-cases the text, uses its last verdict, and drops a
-question if one of its two games has none. The 2024 one (5840936) leaves the text unchanged, accepts only double
-brackets, rejects contradictory verdicts, and drops only the game concerned.
+There are two versions of the protocol. The 2025 one (196f6b8) upper-cases the judgment, uses the last verdict in it,
+and drops a question if one of its two games has no verdict. The 2024 one (5840936) leaves the judgment unchanged,
+accepts only double brackets, rejects contradictory verdicts, and drops only the game concerned.
 """
 
 import logging
@@ -84,12 +84,12 @@ class ArenaHardFiles:
 
 @dataclass(frozen=True)
 class ArenaHard:
-    """Arena-Hard on a checkout of arena-hard-auto.
+    """Arena-Hard from a checkout of arena-hard-auto.
 
     ``release`` selects the files in its data and config folders. ``figures`` maps each score to a category, the main
-    score first; questions of other categories are skipped. ``verdicts``: rule for texts with several verdicts, "last"
-    (2025) or "agree" (2024). ``missing``: a missing verdict drops the "question" (2025) or only the "game" (2024).
-    Strong verdicts (">>") count ``strong_weight`` times.
+    score first; questions of other categories are skipped. ``verdicts``: rule for judgments with several verdicts,
+    "last" (2025) or "agree" (2024). ``missing``: a missing verdict drops the "question" (2025) or only the "game"
+    (2024). Strong verdicts (">>") count ``strong_weight`` times.
     """
 
     path: str
@@ -168,7 +168,7 @@ class ArenaHard:
     def grade_games(
         self, questions: Sequence[Question], patterns: Sequence[re.Pattern[str]], replies: Replies
     ) -> RoundScores:
-        """Returns the model's weighted mean score per category, in percent, over the games of its questions.
+        """Returns the model's weighted mean score per category, in percent, over the games of the category's questions.
 
         Repeated gradings of a question count as separate pairs of games.
         """
@@ -210,7 +210,7 @@ class ArenaHard:
     def _parse_verdict(
         self, text: str, patterns: Sequence[re.Pattern[str]], counts: Counter[str]
     ) -> tuple[float, float] | None:
-        """Parses answer A's score and its weight from a judgment; counts the reason and returns None if it has none."""
+        """Parses answer A's score and its weight; counts the reason and returns None if the verdict is not valid."""
         agree = self.verdicts == AGREE
         found: Sequence[str] = ()
         for pattern in patterns[:1] if agree else patterns:
@@ -237,7 +237,7 @@ class ArenaHard:
 
 
 def _read_checkout(path: str, release: str, categories: Sequence[str]) -> ArenaHardFiles:
-    """Reads the files of a ``release`` (such as arena-hard-v0.1) for the given question ``categories``.
+    """Reads the files of a ``release`` (e.g. arena-hard-v0.1) for the given question ``categories``.
 
     Raises:
         UserError: a file is missing, damaged, incomplete or has an unexpected layout.
@@ -265,7 +265,7 @@ def _read_checkout(path: str, release: str, categories: Sequence[str]) -> ArenaH
 
 
 def _read_category_settings(checkout: Checkout, categories: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Reads the baseline's name and the judge's system prompt of each category."""
+    """Reads the baseline's name and the judge's system prompt for each category."""
     try:
         settings: dict[str, dict[str, str]] = read_constant(checkout.read_text(JUDGES), SETTINGS)
     except ValueError as error:
@@ -288,12 +288,12 @@ def _read_judge_config(checkout: Checkout, name: str) -> tuple[str, tuple[re.Pat
     except re.error as error:
         checkout.fail(f"{name}: regex_patterns", f"has an invalid regular expression ({error})")
     if any(pattern.groups != 1 for pattern in patterns):
-        checkout.fail(f"{name}: regex_patterns", "must have exactly one group per pattern, the verdict")
+        checkout.fail(f"{name}: regex_patterns", "must have exactly one group per pattern, which captures the verdict")
     return values["prompt_template"], patterns
 
 
 def _read_baseline_answers(checkout: Checkout, name: str, asked: Sequence[str]) -> dict[str, str]:
-    """Reads a baseline's answers to the questions ``asked``; of several to one question the last counts, as there."""
+    """Reads a baseline's answers to the questions ``asked``; the last answer to each counts, as upstream."""
     rows = checkout.read_rows(name, {"uid": NAME, "messages": [..., {"content": {"answer": str}}]})
     found = {str(row["uid"]): row["messages"][-1]["content"]["answer"] for row in rows}
     if len(found) < len(rows):

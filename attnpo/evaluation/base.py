@@ -37,7 +37,7 @@ def first_turn(question: Question) -> list[Message]:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """One model's answers to a question; ``tokens`` and ``finish_reasons`` (stop or length) hold one entry per turn."""
+    """One model's answers to a question; ``tokens`` and ``finish_reasons`` (stop or length) have one entry per turn."""
 
     question: str
     turns: tuple[str, ...]
@@ -52,10 +52,10 @@ Replies = Mapping[GradingCall, GradingReply]
 class RoundScores:
     """Scores of one round of answers, computed from the grader's replies.
 
-    ``scores``: the benchmark's scores by name. ``values``: per score, one value per question, NaN if it has none;
-    ``weights``: their weights in the mean (0 for NaN). A score that has values is their weighted mean. ``counts``:
-    number of missing or replaced verdicts, by reason. ``errors``: standard errors over questions as reported by the
-    benchmark's own library.
+    ``scores``: the benchmark's scores by name. ``values``: for each score, one value per question (NaN if missing).
+    ``weights``: the weights of these values in the mean (0 for NaN). A score that has values is their weighted mean.
+    ``counts``: number of missing or replaced verdicts, by reason. ``errors``: standard errors over questions as
+    reported by the benchmark's own library.
     """
 
     questions: tuple[str, ...]
@@ -83,7 +83,7 @@ class Benchmark(Protocol):
 
     @property
     def sampling(self) -> Sampling:
-        """Returns the sampling settings for answers; the seed of a round is ``sampling.seed`` plus its number."""
+        """Returns the sampling settings for answers; a round's seed is ``sampling.seed`` plus the round number."""
 
     def questions(self) -> Sequence[Question]:
         """Returns the questions in the benchmark's own order.
@@ -93,7 +93,7 @@ class Benchmark(Protocol):
         """
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns everything except the answers that can change calls or scores: file digests, versions, rules."""
+        """Returns all inputs of calls and scores other than the answers: file digests, versions and rules."""
 
     def grading_calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
         """Returns all calls needed to grade one round's answers (by question id).
@@ -105,8 +105,8 @@ class Benchmark(Protocol):
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
         """Returns the scores of one round. Replies without a verdict are counted and handled as the protocol says.
 
-        ``replies`` may cover only some questions (``limits.max_items``, failed calls): missing replies are counted
-        and left out of every mean.
+        ``replies`` may cover only some questions (``limits.max_items``, failed calls): missing replies are counted but
+        left out of every mean.
         """
 
 
@@ -116,8 +116,8 @@ class BenchmarkScore:
 
     ``rounds``: the score of each round of generation; ``mean``: their mean. ``interval``: 95 % confidence interval of
     the mean over questions. ``grading``: standard deviation of the mean if the same answers are graded again.
-    ``questions``: number of questions. ``higher_is_better``: its direction; None if its library does not say, in which
-    case it ranks no model.
+    ``questions``: number of questions. ``higher_is_better``: the score's direction; None if the benchmark's library
+    does not state it, in which case the score is not used to rank models.
     """
 
     name: str
@@ -168,7 +168,7 @@ class UngradedBenchmark(Protocol):
         """Returns the names of the scores, the main one first; empty if they are known only after the evaluation."""
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns everything except the model that can change the scores."""
+        """Returns everything that can change the scores, apart from the model."""
 
     def measure(self, model: EvaluatedModel) -> UngradedResult:
         """Evaluates a model.
@@ -187,7 +187,8 @@ def match_answers(
     """Returns the answers in the order of the questions.
 
     Raises:
-        UserError: an answer is missing, belongs to an unknown or another question, or has the wrong number of turns.
+        UserError: an answer is missing, belongs to an unknown or a different question, or has the wrong number of
+            turns.
     """
     asked = {question.id: question for question in questions}
     problems = {
@@ -202,7 +203,7 @@ def match_answers(
     if found:
         raise UserError(
             f"the answers do not match the {len(asked)} questions of {benchmark}: {'; '.join(found)}. Delete the file "
-            "with these answers and run the command again, or point the benchmark to the files its questions came from"
+            "with these answers and run the command again, or use the benchmark files that the answers belong to"
         )
     return [answers[question.id] for question in questions]
 

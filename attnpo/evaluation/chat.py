@@ -20,8 +20,8 @@ STOP = "stop"
 class ChatRequest:
     """Conversation that ends with a user turn.
 
-    ``ids``: its tokens in the model's chat format, up to the start of the answer; empty if no local tokenizer is
-    available. ``draw``: index among several answers to the same conversation.
+    ``ids``: the conversation's token ids in the model's chat format, up to the start of the answer; empty if no local
+    tokenizer is available. ``draw``: index among several answers to the same conversation.
     """
 
     messages: tuple[Message, ...]
@@ -33,9 +33,9 @@ class ChatRequest:
 class Reply:
     """Answer without special tokens.
 
-    ``finish_reason``: stop, length, or any other value a server returns. ``tokens``: without the end token for a local
-    model, as reported by a server otherwise (vLLM counts the end token). ``refused``: reason why the request can never
-    be answered; the text is then empty.
+    ``finish_reason``: stop, length, or any other value a server returns. ``tokens``: number of tokens, without the end
+    token for a local model, otherwise as reported by the server (vLLM counts the end token). ``refused``: reason why
+    the request can never be answered; the text is then empty.
     """
 
     text: str
@@ -46,7 +46,7 @@ class Reply:
 
 @runtime_checkable
 class Answerer(Protocol):
-    """Opened model that answers conversations; properties and ``key`` are cheap, since loading waits for a request."""
+    """Opened model that answers conversations; loads at the first request, so properties and ``key`` are cheap."""
 
     @property
     def chat(self) -> ChatFormat | None:
@@ -131,8 +131,9 @@ class GradingReply:
     """Reply of a grader.
 
     ``logprobs``: natural log-probabilities of the most likely first tokens; None if the grader returns none. Token
-    counts are those the grader reports (``usage``). ``estimated``: it reported none, so they are the amount reserved
-    for the call (counted input and maximum output). ``model``: name of the model as reported in the reply, if any.
+    counts are those the grader reports (``usage``). ``estimated``: True if the grader reported none; the counts are
+    then the amount reserved for the call (counted input and maximum output). ``model``: name of the model as reported
+    in the reply, if any.
     """
 
     text: str
@@ -159,7 +160,7 @@ class GradingReply:
 
 @dataclass(frozen=True)
 class GradingFailure:
-    """Call that failed after all the grader's retries; a repeated command sends it again."""
+    """Call that still failed after all of the grader's retries; a repeated command sends it again."""
 
     problem: str
 
@@ -173,7 +174,7 @@ class Price:
     known: bool = True
 
     def cost(self, input_tokens: int, output_tokens: int) -> float:
-        """Returns the cost in dollars of some input and output tokens."""
+        """Returns the cost in dollars of the given numbers of input and output tokens."""
         return (self.input * input_tokens + self.output * output_tokens) / 1e6
 
 
@@ -183,7 +184,7 @@ class Grader(Protocol):
 
     @property
     def price(self) -> Price:
-        """Returns the price of its tokens."""
+        """Returns the price of the grader's tokens."""
 
     def check_ready(self) -> None:
         """Checks everything that can be known before the first call, such as packages, API keys and model folders.
@@ -193,13 +194,13 @@ class Grader(Protocol):
         """
 
     def identity(self) -> dict[str, object]:
-        """Returns everything known in advance that determines its replies, such as model, address and templates."""
+        """Returns everything known in advance that determines the replies, such as model, address and templates."""
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
         """Yields each call with its reply as replies arrive, in any order.
 
-        Pulls a call only when about to send it, so that the caller can stop by yielding no more. Calls that were
-        pulled and have no result yet are in flight.
+        Takes a call from the iterator only when about to send it, so that the caller can stop by yielding no more.
+        Calls that were taken and have no result yet are in flight.
         """
 
     def count_tokens(self, call: GradingCall) -> int | None:

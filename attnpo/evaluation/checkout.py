@@ -54,7 +54,7 @@ class Checkout:
         """Reads the objects of the JSON lines file ``name``.
 
         Raises:
-            UserError: a line does not have the given ``form``; the message gives its number.
+            UserError: a line does not have the given ``form``; the message includes the line number.
         """
         lines = enumerate(self.read_text(name).split("\n"), 1)  # not splitlines: real prompts contain U+2028
         return [self._parse(f"{name}, line {number}", line, form) for number, line in lines if line.strip()]
@@ -89,7 +89,7 @@ class Checkout:
         return found
 
     def check_form(self, where: str, value: object, form: object) -> None:
-        """Checks that a value has the given form; ``where`` is its location in a file for messages.
+        """Checks that a value has the given form; ``where`` is its location in a file, for messages.
 
         A form is a type, ``{key: form}`` for an object, ``[form]`` for every item of a non-empty list, or
         ``[..., form]`` for its last item.
@@ -141,7 +141,7 @@ def grader_messages(system: str, template: str, values: dict[str, str]) -> tuple
 
 
 class _Inliner(ast.NodeTransformer):
-    """Replaces names of earlier constants by their values and joins string literals."""
+    """Replaces the names of earlier constants with the constants' values and joins string literals."""
 
     def __init__(self) -> None:
         self.known: dict[str, Any] = {}
@@ -161,7 +161,8 @@ def read_constant(text: str, name: str) -> Any:
     """Reads a top-level constant called ``name`` from the source ``text`` of a Python file, without running it.
 
     Raises:
-        ValueError: the text is not Python, has no such constant, or its value cannot be known without running it.
+        ValueError: the text is not Python, has no such constant, or the constant's value cannot be known without
+            running it.
     """
     try:
         with warnings.catch_warnings():

@@ -77,5 +77,5 @@ class EvaluateConfig(RootConfig):
 
 
 def _last_parts(path: str) -> list[str]:
-    """Returns the last two parts of a path (RUN/best, organisation/model), since the last alone is ambiguous."""
+    """Returns the last two parts of a path (RUN/best, organisation/model), since the last part alone is ambiguous."""
     return [part for part in Path(path).parts[-2:] if part.strip("./~")]

@@ -1,7 +1,8 @@
 """Implements ``attnpo.evaluate``: generates, grades and scores one model's answers on one benchmark.
 
-The folder holds ``answers-round0.jsonl`` and so on, ``grades.jsonl`` with every reply and, once complete,
-``evaluation.json`` with the scores and all settings behind them. A repeated command continues an unfinished evaluation.
+The folder contains one file of answers per round (``answers-round0.jsonl``, ...), ``grades.jsonl`` with every reply
+and, once the evaluation is complete, ``evaluation.json`` with the scores and all settings behind them. A repeated
+command continues an unfinished evaluation.
 """
 
 import logging
@@ -103,12 +104,12 @@ def evaluate(cfg: EvaluateConfig) -> int:
 
 
 def run_evaluation(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None:
-    """Computes the result, or reads it if it exists; returns None after a dry run and if replies are missing."""
+    """Computes the result, or reads it if it exists; returns None after a dry run or if replies are missing."""
     before = read_result(folder)
     there = [name for name in PAGES if (folder / name).exists()]
     if before is None and len(there) == 1:  # an evaluation writes both, after its result
         raise UserError(
-            f"output={folder} holds a file {there[0]} that no evaluation wrote: move it away, or set another folder"
+            f"output={folder} contains {there[0]}, which no evaluation wrote: move it away, or set another folder"
         )
     candidate = LabelledModel(cfg.model, cfg.model_label(), inference_device(cfg.trainer.get("accelerator", "auto")))
     if isinstance(cfg.benchmark, Benchmark):
@@ -126,11 +127,13 @@ def run_evaluation(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None
 
 
 def _is_up_to_date(before: EvaluationResult | None, key: Mapping[str, object], folder: Path) -> bool:
-    """Returns whether a folder's result has the same key; logs the first difference otherwise."""
+    """Returns whether a folder's result has the current key; otherwise logs the first difference."""
     if before is None:
         return False
     for name, was, now in find_differences(flatten_with_classes(identify(before.key)), flatten_with_classes(key)):
-        log.warning("%s was computed with %s %s, now it is %s: computing it again", folder / RESULT, name, was, now)
+        log.warning(
+            "%s was computed with %s %s, but the current value is %s: recomputing", folder / RESULT, name, was, now
+        )
         return False
     log.info("%s is already finished: keeping its result", folder)
     return True
@@ -176,7 +179,7 @@ def _benchmark_fingerprint(benchmark: Benchmark | UngradedBenchmark) -> dict[str
 
 @dataclass(frozen=True)
 class RoundCalls:
-    """Answers of a round and the calls that grade them, including calls with ``repeat`` 1 that grade some twice."""
+    """Answers of a round and the calls that grade them; calls with ``repeat=1`` grade some answers a second time."""
 
     answers: Mapping[str, ModelAnswer]
     calls: tuple[GradingCall, ...]
@@ -277,7 +280,7 @@ def _plan_round(
 
 
 def questions_to_regrade(questions: Sequence[str], count: int, round_: int) -> frozenset[str]:
-    """Selects the questions whose answers are graded twice, by a digest that differs from round to round."""
+    """Selects, by a digest that differs between rounds, the questions whose answers are graded twice."""
     return frozenset(sorted(questions, key=lambda name: digest(["graded twice", round_, name]))[:count])
 
 

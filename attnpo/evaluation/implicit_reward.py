@@ -51,11 +51,11 @@ KEY = "benchmark."
 
 @dataclass(frozen=True)
 class UnseenPairs:
-    """Held-out pairs (config node ``benchmark.data``), one split in the formats that ``PairSource`` reads.
+    """Held-out pairs (config node ``benchmark.data``): one split, in any format that ``PairSource`` reads.
 
-    ``group``: column with the subset of each pair (``subset`` in RewardBench); no subsets if None or absent.
-    ``subset`` and ``revision`` are for the hub. ``path`` auto selects the validation pairs of the run that trained the
-    model, read exactly as in that run.
+    ``group``: column with the subset of each pair (``subset`` in RewardBench); no subsets if None or absent. ``subset``
+    and ``revision`` are for the hub. ``path=auto`` selects the validation pairs of the run that trained the model, read
+    exactly as in that run.
     """
 
     path: str
@@ -67,7 +67,7 @@ class UnseenPairs:
     subset: str | None = None
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns keys that have no effect, because a run's validation pairs are read as the run read them."""
+        """Returns keys that have no effect, because a run's validation pairs are read with that run's settings."""
         why = f"{KEY}data.path=auto takes the pairs from the run"
         return dict.fromkeys(("split", "rows", "columns", "revision", "subset"), why) if self.path == AUTO else {}
 
@@ -87,7 +87,7 @@ class UnseenPairs:
             raise UserError(text) from error
 
     def get_subset(self, pair: PreferencePair) -> str | None:
-        """Returns the subset of a pair; None if its row names none."""
+        """Returns the subset of a pair; None if the pair's row does not name one."""
         value = None if self.group is None else pair.extra.get(self.group)
         return None if value is None or not str(value).strip() else str(value).strip()
 
@@ -124,9 +124,9 @@ class Ties(Enum):
 class ImplicitReward:
     """Share of labelled pairs that the policy's own reward ranks correctly, overall and by subset.
 
-    ``reference``: the model that training started from. Auto, also allowed for ``data.path``, takes it from the run
-    whose ``best/`` or ``last/`` is evaluated. ``accuracy`` sums log pi - log ref over the response's tokens,
-    ``accuracy_normalised`` takes their mean. ``policy_alone`` and ``reference_alone`` rank by one model's
+    ``reference``: the model that training started from. With "auto", which ``data.path`` also accepts, it is taken from
+    the run whose ``best/`` or ``last/`` is evaluated. ``accuracy`` sums log pi - log ref over the response's tokens;
+    ``accuracy_normalised`` averages it over them. ``policy_alone`` and ``reference_alone`` rank by one model's
     log-probabilities. ``gain`` is the paired difference in accuracy between the reward and the reference alone. With
     ``reference: null`` there is no reward, and only ``policy_alone`` is reported.
     """
@@ -140,7 +140,7 @@ class ImplicitReward:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns the names of the scores for any data set; RewardBench's sections are appended to them."""
+        """Returns the names of the scores for any data set; RewardBench's sections are reported in addition."""
         alone = (POLICY, POLICY + PER_TOKEN)
         if self.reference is None:
             return alone
@@ -171,7 +171,7 @@ class ImplicitReward:
         return self.measure_weighted(subject)
 
     def measure_weighted(self, subject: EvaluatedModel, weigh: WeighPairs | None = None) -> UngradedResult:
-        """Computes the same as ``measure``; with ``weigh`` also ``accuracy_weighted`` of token-weighted log-ratios."""
+        """Computes the scores of ``measure``; with ``weigh`` also the accuracy of token-weighted log-ratios."""
         self.require_paths()
         _check_max_length(subject.model, self.lengths)
         found = self.data.load()
@@ -207,7 +207,7 @@ class ImplicitReward:
     # -------------------------------------------------------------------------------------------- models
 
     def require_paths(self) -> None:
-        """Checks that neither the pairs nor the reference are still auto.
+        """Checks that neither the pairs nor the reference are still "auto".
 
         Raises:
             UserError: one of them is.
@@ -223,15 +223,15 @@ class ImplicitReward:
 
         if self.reference is None:
             log.warning(
-                "%sreference=null: pairs are ranked by log pi alone, which is not DPO's reward; to get that, set it to "
-                "the model that training started from",
-                KEY,
+                "%sreference=null: pairs are ranked by log pi alone, which is not DPO's reward; for DPO's reward, set "
+                "%sreference to the model that training started from",
+                *(KEY, KEY),
             )
             return None, {"pairs ranked without a reference": len(examples)}
         spec, own = subject.model, weights_fingerprint(subject.model.path, subject.model.revision)
         if weights_fingerprint(self.reference, self.reference_revision) == own:
             log.warning(
-                "%sreference=%s has the same weights as model.path=%s: all rewards are 0 and every pair is a tie",
+                "%sreference=%s has the same weights as model.path=%s: all rewards are 0, so every pair is a tie",
                 KEY,
                 self.reference,
                 spec.path,
@@ -244,7 +244,7 @@ class ImplicitReward:
     def _score_pairs(
         self, role: str, spec: ModelSpec, examples: Mapping[str, TrainingExample], device: torch.device, pad_id: int
     ) -> Logps:
-        """Computes the log-probabilities of all pairs under one model, which is loaded for it and then freed."""
+        """Loads one model, computes its log-probabilities of all pairs, and frees the model."""
         from attnpo.data.scoring import score_examples
         from attnpo.models.loading import load_model
         from attnpo.models.scored import ScoredLM
@@ -281,9 +281,9 @@ def reward_margins(
 ) -> "DataFrame":
     """Computes each pair's reward margin (chosen minus rejected) in nats, one column per reward.
 
-    Rewards are summed over tokens and also averaged. With a reference, the first ones use log pi - log ref, formed per
-    token before summing. With ``weighed``, the first column is ``sum_t f_t (log pi - log ref)_t``, NaN for pairs
-    without factors f.
+    Rewards are summed over tokens and also averaged. With a reference, the first rewards use log pi - log ref, which is
+    computed per token before summing. With ``weighed``, the first column is ``sum_t f_t (log pi - log ref)_t``, NaN for
+    pairs without factors f.
     """
     from pandas import DataFrame
 
@@ -380,7 +380,7 @@ class RankingAccuracy:
 
     @cached_property
     def correct(self) -> "DataFrame":
-        """Returns 1 if a reward ranks a pair as labelled, 0 if not, the tie value if equal; NaN without a reward."""
+        """Returns 1 if a reward ranks a pair as labelled, 0 if not, the tie value for a tie, NaN without a reward."""
         tie, margins = 0.5 if self.ties is Ties.HALF else 0.0, self.margins
         return (margins > 0).astype(float).mask(margins == 0, tie).where(margins.notna()).reset_index(drop=True)
 
@@ -390,11 +390,11 @@ class RankingAccuracy:
         return {str(group): rows for group, rows in self.correct.groupby(np.array(self.groups, dtype=object))}
 
     def scores(self) -> tuple[BenchmarkScore, ...]:
-        """Returns the accuracies of all rewards, their find_differences, and every complete RewardBench section.
+        """Returns the accuracies of all rewards, the ``compared`` differences, and every complete RewardBench section.
 
-        Sections use the main reward. The overall RewardBench score is their unweighted mean; it leaves out the
-        leaderboard's older test sets, which have half a section's weight there. Intervals are 95 % over pairs, None if
-        all pairs agree.
+        Sections use the main reward. The overall RewardBench score is the unweighted mean over sections; it leaves out
+        the older test sets, which count as half a section on the leaderboard. Intervals are 95 % intervals over pairs,
+        or None if all pairs agree.
         """
         right = self.correct
         found = [mean_score(name, drop_missing(right[name])) for name in right.columns]
@@ -439,7 +439,7 @@ class RankingAccuracy:
 
 
 def drop_missing(values: "Series[float]") -> Values:
-    """Returns the values without NaN, as an array."""
+    """Returns an array of the values that are not NaN."""
     return np.asarray(values.dropna().to_numpy(), dtype=float)
 
 
@@ -450,7 +450,7 @@ def mean_score(name: str, values: Values) -> BenchmarkScore:
 
 
 def accuracy_interval(values: Values) -> tuple[float, float] | None:
-    """Returns the 95 % interval of the mean over pairs; None if all values are equal, as resampling cannot vary."""
+    """Returns the 95 % interval of the mean over pairs; None if all values are equal and resampling gives no spread."""
     if not values.size or np.ptp(values) == 0:
         return None
     found = hierarchical_bootstrap(values[None], draws=DRAWS)
@@ -460,8 +460,9 @@ def accuracy_interval(values: Values) -> tuple[float, float] | None:
 def stratified_score(name: str, parts: Mapping[str, Values], shares: Mapping[str, float]) -> BenchmarkScore:
     """Builds a score from the weighted mean of subset means, with ``shares`` as weights.
 
-    The interval is that of the linearized terms f + n s / n_k (v - f_k) of the n pairs, where s is a subset's share,
-    n_k its number of pairs and f_k their mean. The shares are fixed, so only the spread within subsets counts.
+    The interval is that of the linearized terms f + n s / n_k (v - f_k) of the n pairs. Here f is the weighted mean, v
+    a pair's value, s the share of the pair's subset, n_k the number of pairs in the subset and f_k their mean value.
+    The shares are fixed, so only the spread within subsets counts.
     """
     figure = sum(share * float(parts[group].mean()) for group, share in shares.items())
     pairs = sum(len(parts[group]) for group in shares)
@@ -495,7 +496,7 @@ def _check_max_length(model: ModelSpec, lengths: LengthRules) -> None:
 def _require_same_tokens(
     reference: str, revision: str | None, subject: EvaluatedModel, examples: Iterable[TrainingExample]
 ) -> None:
-    """Checks that the reference has the same id and an embedding row for every token of the pairs.
+    """Checks that the reference gives every token of the pairs the same id and has an embedding row for it.
 
     Raises:
         UserError: at least one token differs.
@@ -523,10 +524,10 @@ def _require_same_tokens(
 def _select_matching(
     weighed: Mapping[str, RewardFactors], examples: Mapping[str, TrainingExample]
 ) -> Mapping[str, RewardFactors]:
-    """Selects the weights of pairs that are evaluated.
+    """Selects the weights of the evaluated pairs.
 
     Raises:
-        UserError: weights were made for other tokens.
+        UserError: a pair's weights were computed for different tokens.
     """
     found = {pair_id: pair for pair_id, pair in weighed.items() if pair_id in examples}
     for pair_id, pair in found.items():
@@ -555,11 +556,12 @@ def fill_from_run(
 ) -> Benchmark | UngradedBenchmark:
     """Fills in an implicit reward's reference, pairs and lengths from the run that trained the evaluated model.
 
-    The run is found if ``model`` is a ``best/`` or ``last/`` folder; otherwise it is the run named for token weights,
-    if any. Keys set in ``overrides`` are kept, and the log lists the values taken. Other benchmarks stay unchanged.
+    If ``model`` is a run's ``best/`` or ``last/`` folder, that run is used; otherwise the run that supplies the token
+    weights, if any. Keys set in ``overrides`` are kept, and the log lists the values taken from the run. Other
+    benchmarks are returned unchanged.
 
     Raises:
-        UserError: a key is auto and the run's configuration cannot be read.
+        UserError: a key is "auto" and the run's configuration cannot be read.
     """
     folder = find_run_of_model(model)
     if isinstance(measure, WeightedImplicitReward) and measure.run != AUTO:
@@ -615,16 +617,16 @@ def merge_length_rules(run: LengthRules, asked: LengthRules, overrides: tuple[st
 class WeightedImplicitReward(ImplicitReward):
     """Implicit-reward accuracy with an added ``accuracy_weighted``, which ranks by ``sum_t f_t (log pi - log ref)_t``.
 
-    ``run``: folder of the run that supplies the weights, usually the one that trained the model. Its source, judge and
-    transforms weight the pairs like its training pairs, and f is the factor its objective applies to beta. The run's
-    length rules replace ``lengths``.
+    ``run``: folder of the run that supplies the weights, usually the one that trained the model. The run's source,
+    judge and transforms weight these pairs as they weighted its training pairs, and f is the factor that the run's
+    objective applies to beta. The run's length rules replace ``lengths``.
     """
 
     run: str = AUTO
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns the names of the scores: the weighted accuracy (main score), the plain ones and the weighted gain."""
+        """Returns the score names: the weighted accuracy (main score), the plain scores and the weighted gain."""
         return (WEIGHTED, *super().scores, f"{GAIN}_weighted")
 
     def fingerprint(self) -> dict[str, object]:
@@ -637,7 +639,8 @@ class WeightedImplicitReward(ImplicitReward):
 
         Raises:
             UserError: as for the plain benchmark; or the folder holds no run, the run's objective uses no token
-                weights, its source computes them only during training, or its data, model or judge have moved.
+                weights, the run's source computes weights only during training, or its data, model or judge have been
+                moved.
         """
         from attnpo.run.inputs import read_inputs
         from attnpo.run.other_pairs import reward_factors
@@ -645,14 +648,14 @@ class WeightedImplicitReward(ImplicitReward):
 
         if self.reference is None:
             raise UserError(
-                f"{KEY}reference=null leaves no log-ratio to weight: set it to the model that training started from"
+                f"{KEY}reference=null leaves no log-ratio to weight: set {KEY}reference to the initial model of the run"
             )
         cfg = self._run_config()
         if "token_weights" not in cfg.objective.requires or isinstance(cfg.weights, OnlineSource):
             what = type(cfg.weights).__name__ if "token_weights" in cfg.objective.requires else "its objective"
             raise UserError(
                 f"{KEY}run={self.run} has no token weights to reuse, because of {what}: use a run whose weights are "
-                "read before training, or set benchmark=implicit_reward"
+                "computed before training, or set benchmark=implicit_reward"
             )
         cfg, base, readers, _ = resolve(cfg)
         inputs = read_inputs(cfg, base, readers)
@@ -666,7 +669,7 @@ class WeightedImplicitReward(ImplicitReward):
 
 
 def replace_lengths(measure: WeightedImplicitReward, lengths: LengthRules) -> WeightedImplicitReward:
-    """Returns the benchmark with its run's length rules, and logs if they differ."""
+    """Returns the benchmark with the length rules of its run; logs a message if that changes them."""
     if asdict(measure.lengths) != asdict(lengths):
-        log.info("%slengths: using those of %s, because its weights belong to tokens cut by them", KEY, measure.run)
+        log.info("%slengths: using the rules of %s, because its weights are for tokens cut by these", KEY, measure.run)
     return replace(measure, lengths=lengths)

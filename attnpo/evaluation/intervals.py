@@ -31,7 +31,7 @@ class PromptSampling(Enum):
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean with its 95 % interval and the number of seeds and prompts.
+    """Mean with its 95 % interval, and the numbers of seeds and prompts.
 
     ``low`` and ``high`` are NaN for a single value, which has no interval.
     """
@@ -77,8 +77,8 @@ def hierarchical_bootstrap(
             prompts (a prompt's peculiarities do not average out over seeds). PER_SEED resamples prompts for each seed
             separately.
 
-    An interval over S seeds extends beyond the range of their means only by the noise from prompts. If seeds dominate,
-    it cannot cover more than about 94 percent with 5 seeds, or 75 percent with 3.
+    An interval over S seeds extends beyond the range of the S seed means only because of the noise from prompts. If
+    seeds dominate, it cannot cover more than about 94 percent with 5 seeds, or 75 percent with 3.
     """
     scores = _check_scores(values, "values")
     if draws < 1:
@@ -95,7 +95,7 @@ def hierarchical_bootstrap(
 def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds other_prompts"]) -> Interval:
     """Returns the mean of ``first - second``, paired by seed and prompt, with a ``hierarchical_bootstrap`` interval.
 
-    Row i of both is the same seed (base model, data, order), and column j the same held-out prompt.
+    In both, row i belongs to the same seed (base model, data, order) and column j to the same held-out prompt.
 
     Raises:
         UserError: the shapes differ.
@@ -137,7 +137,7 @@ def _resampled_means(scores: Scores, draws: int, seed: int, prompts: PromptSampl
 def _shared_draws(
     seeds: int, width: int, draws: int, seed: int
 ) -> tuple[Int[np.ndarray, "draws seeds"], Int[np.ndarray, "draws width"]]:
-    """Returns the counts of ``draws`` resamples; independent of the scores, so a study can reuse them everywhere."""
+    """Returns seed and prompt counts of ``draws`` resamples; independent of the scores, so a study can reuse them."""
     random = np.random.default_rng(seed)
     chosen = random.multinomial(seeds, np.full(seeds, 1 / seeds), size=draws)
     return chosen, random.multinomial(width, np.full(width, 1 / width), size=draws)
@@ -166,7 +166,7 @@ def t_quantile(probability: float, freedom: int) -> float:
     """Returns a quantile of Student's t with an integer number of degrees of freedom, accurate to about 1e-12.
 
     Uses bisection on the angle atan(t / sqrt(freedom)), because the distribution function is a finite sum of powers of
-    its sine and cosine (Abramowitz and Stegun 26.7.3 and 26.7.4).
+    the angle's sine and cosine (Abramowitz and Stegun 26.7.3 and 26.7.4).
     """
     if not 0 < probability < 1:
         raise UserError(f"quantile: expected a probability between 0 and 1, got {probability}")

@@ -1,8 +1,8 @@
 """JSON lines files for answers, scores and grader replies that survive interruptions and can be continued.
 
 Every line carries its own digest, which is verified on reading. A ``JsonlStore`` has a sidecar with the same name and
-the suffix .json, which records the settings behind the rows and summary facts; its key is part of the rows' digests. A
-``ReplyStore`` holds grader replies by the key of their call.
+the suffix .json, which records a key (the settings behind the rows, part of every row's digest) and summary facts. A
+``ReplyStore`` stores each grader reply under the key of its call.
 """
 
 import json
@@ -52,7 +52,7 @@ SomeRow = TypeVar("SomeRow", bound=KeyedRow)
 def read_lines(file: Path, noun: str, of: str = "", row_name: Callable[[Any], object] | None = None) -> list[Any]:
     """Reads and verifies the rows of a file; returns an empty list if there is no file.
 
-    A last line without a newline is ignored, because it is still being written or its process was stopped.
+    A last line without a newline is ignored, because it is still being written or its writer was stopped.
 
     Raises:
         UserError: a line is damaged, was edited, or repeats the ``row_name`` of an earlier one.
@@ -76,8 +76,8 @@ def damaged_line(file: Path, number: int, noun: str, line: object) -> UserError:
     """Builds the error for a line that was changed since it was written."""
     return UserError(
         f"{file}, line {number}: one of the {noun} is damaged, was edited, occurs twice or has no digest: "
-        f"{shorten(line)}; delete the line, and its content is requested again; if no line has a digest, the file is "
-        "from an earlier version: move it away"
+        f"{shorten(line)}; delete the line to have its content requested again. If no line has a digest, the file "
+        "is from an earlier version: move it away"
     )
 
 
@@ -90,8 +90,9 @@ def seal_lines(rows: Iterable[Mapping[str, object]], of: str = "", ascii_only: b
 class JsonlStore(Generic[SomeRow]):
     """File of rows at ``path``, written in one part per process.
 
-    Each process appends to its own part (the file itself if there is only one process), and the first to find all rows
-    complete merges the parts. For messages: ``noun`` names the rows, ``instead`` the option that sets another path.
+    Each process appends to its own part (the file itself if there is only one process), and the first process that
+    finds no row missing merges the parts. In messages, ``noun`` is the word for the rows and ``instead`` is the option
+    that sets another path.
 
     Raises:
         UserError: the path does not end in .jsonl.
@@ -136,8 +137,8 @@ class JsonlStore(Generic[SomeRow]):
         ``key``: all settings that determine a row; written to the sidecar.
 
         Raises:
-            UserError: existing rows have another key (the message names the first difference) or no key, or a complete
-                line is damaged or was edited.
+            UserError: existing rows have a different key (the message names the first difference) or no key, or a
+                complete line is damaged or was edited.
         """
         files = self._existing_files()
         stored = read_sidecar(self.sidecar)
@@ -151,14 +152,14 @@ class JsonlStore(Generic[SomeRow]):
         if isinstance(before, Mapping):
             for name, was, now in find_differences(identify(before), key):
                 raise UserError(
-                    f"{self.path} holds {self.noun} with {name} {was}, but this command has {now}; they cannot share "
-                    f"a file: set another {self.instead}, or use the earlier settings"
+                    f"{self.path} contains {self.noun} with {name} {was}, but this command has {now}; they cannot "
+                    f"share a file: set another {self.instead}, or use the earlier settings"
                 )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if KEY not in stored:
             self.write_sidecar(key, {})
         if remove_partial_line(self.part):
-            log.info("%s: removed an incomplete last line; its row is computed again", self.part)
+            log.info("%s: removed an incomplete last line; its row will be computed again", self.part)
         rows = self._read_rows(files)
         if not self._matches_sidecar(stored):
             log.warning(
@@ -172,7 +173,7 @@ class JsonlStore(Generic[SomeRow]):
         """Checks that the file still has the digest recorded in its sidecar.
 
         Raises:
-            UserError: it was changed.
+            UserError: the file was changed.
         """
         self._read_rows([self.path])
         if not self._matches_sidecar(read_sidecar(self.sidecar)):
@@ -235,14 +236,14 @@ def read_sidecar(file: Path) -> dict[str, object]:
     """Reads the sidecar of a rows file; returns an empty dict if there is none.
 
     Raises:
-        UserError: it is not valid JSON.
+        UserError: the sidecar is not valid JSON.
     """
     if not file.is_file():
         return {}
     try:
         value = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{file} cannot be read as JSON ({error}): move it and its answers away") from error
+        raise UserError(f"{file} cannot be read as JSON ({error}): move it and the file it describes away") from error
     return value if isinstance(value, dict) else {}
 
 
@@ -251,7 +252,7 @@ GRADES = "grades.jsonl"
 
 @dataclass
 class ReplyStore:
-    """Store of grader replies in ``folder``; the last reply for a key counts.
+    """Store of grader replies in ``folder``; if a key has several replies, the last one counts.
 
     Reading takes no lock and creates no file. Replies with invalid fields, which some endpoints send, are ignored.
 
@@ -272,7 +273,7 @@ class ReplyStore:
         return self.folder / GRADES
 
     def reply(self, call: GradingCall, grader: Mapping[str, object]) -> GradingReply | None:
-        """Returns the stored reply to a call for a grader with this identity; None if there is none."""
+        """Returns the stored reply of a grader with this identity to a call; None if there is none."""
         # An earlier version keyed replies by the identity including its secrets.
         found = self._replies.get(call.key(identify(grader))) or self._replies.get(call.key(grader))
         return None if found is None else found[0]
@@ -296,7 +297,7 @@ class ReplyStore:
         """
         with folder_lock(self.folder, file=GRADES, instead="output=FOLDER"):
             if remove_partial_line(self.path):
-                log.info("%s: removed an incomplete last line; its call is sent again", self.path)
+                log.info("%s: removed an incomplete last line; its call will be sent again", self.path)
             self._replies = _read_replies(self.path)
             self._is_open = True
             try:
@@ -341,5 +342,5 @@ def _read_replies(path: Path) -> dict[str, tuple[GradingReply, str]]:
             raise damaged_line(path, number, "replies", line) from problem
     unusable -= replies.keys()
     if unusable:
-        log.warning("%s: %d replies have invalid fields: their calls are sent again", path, len(unusable))
+        log.warning("%s: %d replies have invalid fields; their calls will be sent again", path, len(unusable))
     return replies

@@ -1,8 +1,8 @@
 """Runs lm_eval tasks, such as IFEval, on a model folder, without a grader.
 
 Sources: EleutherAI/lm-evaluation-harness (lm_eval 0.4.13); IFEval: Zhou et al. 2023, arXiv 2311.07911. lm_eval's output
-is silenced and random states are restored afterwards. It is imported lazily, since loading it and its index takes
-seconds.
+is redirected to a log file, and random states are restored afterwards. lm_eval is imported lazily, since loading it and
+its task index takes seconds.
 """
 
 import logging
@@ -128,7 +128,7 @@ def load_task(name: str, include_path: Path | None) -> "tuple[TaskManager, dict[
 
 
 def _make_task_manager(name: str, include_path: Path | None) -> "TaskManager":
-    """Builds a task manager with ``name``, from the user's folder, lm_eval's folder of that name, or all tasks."""
+    """Builds a task manager that knows ``name``, from the user's folder, lm_eval's folder ``name``, or all tasks."""
     import lm_eval.tasks
 
     # Indexing all of lm_eval takes ten seconds, so try single folders first; their tasks must be self-contained.
@@ -150,7 +150,7 @@ def _make_task_manager(name: str, include_path: Path | None) -> "TaskManager":
 
 
 def _is_self_contained(name: str, manager: "TaskManager") -> bool:
-    """Returns whether the index has a task, or a group with all its members; false for tags, which span folders."""
+    """Returns whether the index has the task, or the group with all its members; False for tags (may span folders)."""
     if name not in manager.all_groups:
         return name in manager.all_subtasks
     parts = (manager.task_index[name].cfg or {}).get("task", ())
@@ -170,13 +170,13 @@ def _describe_load_error(name: str, manager: "TaskManager", error: Exception) ->
     return (
         f"benchmark.tasks: the data set {path} of lm_eval's {name} is not in the cache and cannot be downloaded: "
         f'{words}. On a machine with network access, run python -c "import datasets; '
-        f'datasets.load_dataset({arguments})" and copy its cache (HF_HOME) here; or write a task that reads your own '
-        "files and set benchmark.include_path to its folder"
+        f'datasets.load_dataset({arguments})" and copy the cache of that machine (HF_HOME) here; or write a task that '
+        "reads your own files and set benchmark.include_path to its folder"
     )
 
 
 def download_nltk_data(names: Sequence[str]) -> None:
-    """Downloads missing nltk tokenizer data up front; tasks would fail without them only after the last answer.
+    """Downloads missing nltk tokenizer data up front; without them, a task fails only after its last answer.
 
     Raises:
         UserError: the data cannot be downloaded.
@@ -236,7 +236,7 @@ class LmEvalTasks:
         return ()
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns lm_eval's version, which fixes tasks and prompts, digests of custom tasks, and the settings.
+        """Returns lm_eval's version (which fixes tasks and prompts), digests of custom tasks, and the settings.
 
         The result's table holds the version of each task and a digest of its documents.
         """
@@ -259,7 +259,7 @@ class LmEvalTasks:
     def measure(self, subject: EvaluatedModel) -> UngradedResult:
         """Runs all tasks; returns their scores with intervals of 1.96 standard errors, and one table row per metric.
 
-        Finished tasks are saved in the subject's folder, where a repeated command finds them.
+        Finished tasks are saved in the evaluated model's folder, where a repeated command finds them.
 
         Raises:
             UserError: a task is unknown, its data or packages are missing, or its answers are too long for the model.
@@ -313,7 +313,7 @@ class _TaskRunner:
         }
 
     def run_task(self, name: str) -> UngradedResult:
-        """Returns the scores of one task, group or tag, read from the folder if it is already finished."""
+        """Returns the scores of one task, group or tag; reads them from the folder if the task is already finished."""
         path, key = self.subject.folder / f"task-{safe_filename(name)}.json", digest([name, self._key])
         kept = read_record(path)
         if kept is not None and kept.get("key") == key:
@@ -356,7 +356,7 @@ class _TaskRunner:
         return make_task_result(name, results, counts)
 
     def _load_model(self) -> "HFLM":
-        """Loads the model for lm_eval as for training, with the same chat format and end-of-turn tokens."""
+        """Loads the model for lm_eval, with the chat format and end-of-turn tokens used in training."""
         from lm_eval.models.huggingface import HFLM
 
         from attnpo.models.loading import load_model, load_tokenizer
@@ -373,7 +373,7 @@ class _TaskRunner:
         return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.settings.batch_size)
 
     def _check_tasks(self, tasks: "Mapping[str, Task]", lm: "HFLM") -> None:
-        """Checks for problems that would otherwise show up only after the first hour.
+        """Checks for problems that would otherwise show up only late in the evaluation.
 
         Raises:
             UserError: a task runs generated code, needs images, or its answers are too long for the model.
@@ -399,10 +399,11 @@ class _TaskRunner:
 
 
 class TaskMetric(TypedDict):
-    """Value of one metric of a task or group, for answers after one filter (``acc,none``).
+    """Value of one metric of a task or group, for answers passed through one filter (e.g. ``acc,none``).
 
     ``shots``: number of few-shot examples; ``data``: digest of the documents, None for a group. ``higher_is_better``:
-    the metric's direction as stated by the task; None if it, or the tasks of a group together, state none.
+    the metric's direction as stated by the task; None if the task states none, or the tasks of a group state none in
+    common.
     """
 
     task: str

@@ -80,7 +80,7 @@ class LocalAnswerer:
 
     @property
     def counted_by(self) -> str:
-        """Returns the model's path, since its own tokenizer counts."""
+        """Returns the model's path, since the model's own tokenizer counts the tokens."""
         return self.model.path
 
     def key(self) -> dict[str, object]:
@@ -124,10 +124,11 @@ class LocalAnswerer:
 
 
 def describe_model(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
-    """Reads a model's specification, with the text of its chat template, and its chat format; loads no weights.
+    """Reads a model's specification (including its chat template) and its chat format; loads no weights.
 
     Raises:
-        UserError: the model cannot answer, because it has adapters to train, is a reward model or is a run folder.
+        UserError: the model cannot answer, because it has adapters to train or is a reward model, or its path is a run
+            folder.
     """
     from transformers.utils import logging as quiet
 
@@ -150,7 +151,7 @@ def describe_model(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
 def read_chat(
     path: str, revision: str | None, chat_template: str | None, part: str, fold_system: bool = False
 ) -> ChatFormat:
-    """Reads the chat format of a model; ``part`` is the config node of ``path`` and ``chat_template``, for messages."""
+    """Reads a model's chat format; ``part`` is the config node with ``path`` and ``chat_template``, for messages."""
     from attnpo.models.described import token_rows
     from attnpo.models.loading import load_text_config, load_tokenizer
 
@@ -177,13 +178,13 @@ _Key = TypeVar("_Key")
 class LocalGrader:
     """Grader that runs a causal LM from a local folder or a hub name.
 
-    ``chat_template``: Jinja text or path, for tokenizers without one. At most ``batch_size`` calls are pulled at once,
+    ``chat_template``: Jinja text or path, for tokenizers without one. At most ``batch_size`` calls are taken at once,
     and a forward pass or generation batch has at most ``token_budget`` tokens (but at least one call). ``max_length``:
     maximum tokens of prompt and reply (None: the model's number of positions); longer prompts fail, and replies are
-    limited to the remaining space. ``accelerator`` cpu keeps the model off the GPU.
+    limited to the remaining space. ``accelerator=cpu`` keeps the model off the GPU.
 
     Label probabilities ignore a call's temperature. Generated replies are seeded by the call's prompt, round and
-    repeat, independent of the batch.
+    repeat, and do not depend on the batch.
     """
 
     path: str
@@ -284,7 +285,7 @@ class LocalGrader:
     # ------------------------------------------------------------------------------------------ asking
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[Outcome]:
-        """Yields each call with its reply, pulling and finishing ``batch_size`` calls at a time.
+        """Yields each call with its reply, taking and finishing ``batch_size`` calls at a time.
 
         Prompts that are too long or rejected by the chat template yield failures.
 
@@ -311,7 +312,7 @@ class LocalGrader:
             yield from failed
 
     def _encode_call(self, call: GradingCall) -> list[int] | GradingFailure:
-        """Tokenizes a call's prompt; returns a failure if it cannot be used."""
+        """Tokenizes a call's prompt; returns a failure if the call cannot be answered."""
         if call.labels and len(call.labels) != 2:
             return GradingFailure(f"a local grader supports exactly two labels, but this call has {call.labels}")
         try:
@@ -322,13 +323,13 @@ class LocalGrader:
         room = None if self._limit is None else self._limit - len(ids) + bool(call.labels)
         if room is not None and room < 1:
             return GradingFailure(
-                f"its prompt has {len(ids)} tokens, but {self.path} allows {self._limit}"
+                f"the prompt has {len(ids)} tokens, but {self.path} allows {self._limit}"
                 + ("" if call.labels else " including the reply")
             )
         return ids
 
     def _read_labels(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
-        """Answers calls from label logits; calls with the same label tokens share forward passes."""
+        """Uses label logits to answer calls; calls with the same label tokens share forward passes."""
         for label_ids, group in _group_by(asked, lambda item: self._label_ids(item[0])):
             began = time.perf_counter()
             prompts = [ids for _, ids in group]
@@ -343,7 +344,7 @@ class LocalGrader:
     def _make_label_reply(
         self, labels: Sequence[str], label_ids: Sequence[int], reading: JudgeReading, tokens: int, seconds: float
     ) -> GradingReply:
-        """Builds a reply with the likelier label (the first if equal), and the top token if that is not a label."""
+        """Builds a reply with the likelier label (the first in a tie); also lists a likelier token that is no label."""
         assert reading.verdict_logps is not None and reading.verdict_token is not None
         first, second, most = (float(value) for value in reading.verdict_logps)
         logprobs = dict(zip(labels, (first, second), strict=True))
@@ -358,7 +359,7 @@ class LocalGrader:
         )
 
     def _token_text(self, token: int, labels: Sequence[str]) -> str:
-        """Returns a token's text, or its vocabulary entry if the text equals a label (such as one with a space)."""
+        """Returns a token's text, or its vocabulary entry if the text is empty or equal to a label."""
         text = str(self._chat.tokenizer.decode([token]))
         entry = str(self._chat.tokenizer.convert_ids_to_tokens(token)) if text in labels or not text else text
         return f"token {token}" if entry in labels else entry
@@ -389,7 +390,7 @@ class LocalGrader:
             self._has_warned.append(True)
             log.warning(
                 "grader: some prompts leave less space within the %d tokens of %s than the benchmark allows for "
-                "replies: their replies may be cut (finish_reason length)",
+                "replies: replies to them may be cut (finish_reason=length)",
                 *(self._limit, self.path),
             )
         room = self._limit - tokens
@@ -431,7 +432,8 @@ class LocalGrader:
         except RefusedText as problem:
             log.debug("the grader's chat template rejects system turns: %s", problem)
         log.warning(
-            "grader: the chat template of %s has no system turn; its text is put before the first user turn", self.path
+            "grader: the chat template of %s has no system turn: system text is put before the first user turn",
+            self.path,
         )
         return read_chat(self.path, self.revision, self.chat_template, "grader", fold_system=True)
 

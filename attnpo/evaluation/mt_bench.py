@@ -80,11 +80,12 @@ class MTBenchFiles:
 
 @dataclass(frozen=True)
 class MTBench:
-    """MT-Bench on a checkout of FastChat.
+    """MT-Bench from a checkout of FastChat.
 
     ``references``: file in the checkout's reference_answer folder, or a path. ``temperatures``: sampling temperature by
-    category, overriding ``sampling``; each category is also a score. ``with_reference``: categories judged with a
-    reference answer. ``judge_temperature`` and ``judge_max_tokens``: sampling of the judge's replies.
+    category, overriding ``sampling``; each category also gets its own score. ``with_reference``: categories judged with
+    a reference answer. ``judge_temperature`` and ``judge_max_tokens``: temperature and maximum length of the judge's
+    replies.
     """
 
     path: str

@@ -83,7 +83,7 @@ class _FailedRequest:
 
 @dataclass(frozen=True)
 class _Endpoint:
-    """Connection settings of a server; ``part`` is their config node (answering, grader), for messages.
+    """Connection settings of a server; ``part`` is the config node of these settings (answering, grader), for messages.
 
     ``key_variable``: environment variable with the API key; None sends no key.
     """
@@ -104,7 +104,7 @@ class _Endpoint:
     def complete(
         self, items: Iterable[_Item], body_of: Callable[[_Item], Mapping[str, object]]
     ) -> Iterator[tuple[_Item, Completion | _FailedRequest, float]]:
-        """Sends one request per item; yields item, completion or error, and duration in seconds, as they arrive.
+        """Sends one request per item; yields (item, completion or error, seconds taken) in order of arrival.
 
         Raises:
             UserError: the server rejects the key, the model or the account, so that every request would fail.
@@ -181,7 +181,7 @@ class _Endpoint:
 
 
 def _send_request(client: "OpenAI", body: Mapping[str, object], retried: list[int]) -> Completion | _FailedRequest:
-    """Sends one request and returns the completion or the error; the client handles waiting and retries."""
+    """Sends one request and returns the completion or the error; the openai client handles waiting and retries."""
     from openai import APIStatusError, OpenAIError
 
     try:
@@ -244,7 +244,7 @@ class OpenAIAnswering:
                 "serve a folder whose template folds the system turn (exports of runs with this option do)"
             )
         if not Path(model.path).expanduser().is_dir():
-            log.info("%s is not a local folder: its weights are identified by its name on the server", model.path)
+            log.info("%s is not a local folder: the weights are identified by the name on the server", model.path)
             return ServedAnswerer(self, model, None, self.max_length)
         spec, chat = describe_model(model)
         limit = max_sequence_length(spec.path, spec.revision, "answering.max_length", self.max_length)
@@ -277,7 +277,7 @@ class ServedAnswerer:
         return f"{self.name} (the server's usage)"
 
     def key(self) -> dict[str, object]:
-        """Returns weights and chat format of the local folder, or the name on the server; leaves out the address."""
+        """Returns fingerprints of the local folder's weights and chat format, or the name on the server; no address."""
         from attnpo.models.loading import weights_fingerprint
 
         if self.chat is None:

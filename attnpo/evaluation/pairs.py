@@ -1,7 +1,7 @@
 """Implements ``attnpo.pair``: scores the answers to each prompt and builds preference pairs from them.
 
-Output: ``pairs.jsonl``; ``pairs.json`` with the settings behind it and counts of prompts; ``pairs.scores.jsonl`` with
-one score per answer; and the judge's replies in ``grades``. A repeated command continues from the scores.
+Output: ``pairs.jsonl``; ``pairs.json`` with all settings and counts of prompts; ``pairs.scores.jsonl`` with one score
+per answer; and the judge's replies in ``grades``. A repeated command continues from the scores.
 """
 
 import json
@@ -53,7 +53,7 @@ class AnswerSet:
 
 
 class ScoreRow(KeyedRow):
-    """Score of an answer, higher is better; None with a ``reason`` if it has no score."""
+    """Score of an answer (higher is better); None with a ``reason`` if the answer has no score."""
 
     score: float | None
     reason: NotRequired[str]
@@ -78,14 +78,14 @@ class Ranker(Protocol):
         """Returns the ranker's name as stored with every pair: its kind, and its model or column."""
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
-        """Returns everything except the texts of ``sets`` that can change their scores.
+        """Returns everything that can change the scores of ``sets``, apart from the texts in them.
 
         Raises:
             UserError: the ranker cannot work with these settings.
         """
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
-        """Yields score rows of complete sets as they are ready, so that they can be written before the next are asked.
+        """Yields the score rows of each set once complete, so that they can be written before the next ones arrive.
 
         ``folder``: where the ranker may store files. Sets that a repeated command might still score are left out.
         """
@@ -103,10 +103,10 @@ EQUAL = "prompts whose answers are all identical"
 
 @dataclass(frozen=True)
 class AnswerSets:
-    """Prompts with at least two distinct answers, and counts of excluded ones by reason.
+    """Prompts with at least two distinct answers, and counts of excluded prompts and answers by reason.
 
-    ``path``: path or hub name as given. ``prompts`` and ``read``: total numbers of prompts and rows. ``origin``: key in
-    the sidecar of the answers file, which says how they were generated.
+    ``path``: path or hub name as given. ``prompts`` and ``read``: total numbers of prompts and rows. ``origin``: the
+    key from the answers file's sidecar, which records how the answers were generated.
     """
 
     path: str
@@ -132,7 +132,7 @@ class AnswerSource:
     """Source of answers (config node ``answers``), one per row, such as the output of ``attnpo.generate``.
 
     ``path``: file, folder with one file per ``split``, or hub data set; ``rows`` selects rows. ``prompt``, ``answer``
-    and ``id``: column names; without an ``id`` column, prompts are identified by a digest. ``keep_cut`` false leaves
+    and ``id``: column names; without an ``id`` column, prompts are identified by a digest. ``keep_cut=false`` leaves
     out answers that were cut at the token limit (``finish_reason`` length).
     """
 
@@ -148,15 +148,15 @@ class AnswerSource:
         """Reads the answers and groups them by prompt.
 
         Raises:
-            UserError: the data cannot be read, ``attnpo.generate`` has not finished the file, it was changed since, a
-                column is missing, two prompts share an id, or no prompt has two distinct answers.
+            UserError: the data cannot be read, ``attnpo.generate`` has not finished the file, the file was changed
+                afterwards, a column is missing, two prompts share an id, or no prompt has two distinct answers.
         """
         origin = self._read_origin()
         try:
             table = read_table(self.path, self.split, "data.split")
             names = table.column_names
             wanted = {"prompt": self.prompt, "answer": self.answer}
-            check_columns(wanted, names, f"data.path={self.path}", "expected a prompt and an answer per row")
+            check_columns(wanted, names, f"data.path={self.path}", "expected one prompt and one answer per row")
             rows = table.select(parse_row_range(self.rows, len(table), "data.rows"))
         except UserError as problem:
             text = str(problem).replace("data.columns.", "answers.").replace("data.", "answers.")
@@ -299,7 +299,8 @@ UNRANKED = "prompts left unranked"
 def make_pairs(cfg: PairConfig) -> Path | None:
     """Runs ``attnpo.pair`` and returns the path of the pairs; returns None after a dry run or if scores are missing.
 
-    With several processes, each scores its share of the prompts, and the last to finish writes the pairs.
+    With several processes, each process scores its share of the prompts, and the last process to finish writes the
+    pairs.
 
     Raises:
         UserError: answers or ranker cannot be read; files at ``output`` belong to other answers or another ranker,
@@ -340,7 +341,7 @@ def make_pairs(cfg: PairConfig) -> Path | None:
                 *(len(lacking) - done, len(lacking)),
             )
         else:
-            log.info("this process has finished its share; the last one to finish writes %s", path)
+            log.info("this process has finished its share; the last process writes %s", path)
         return None
 
 
@@ -369,7 +370,7 @@ def _write_pairs(
     before = read_sidecar(path.with_suffix(".json")).get(KEY)
     if isinstance(before, Mapping):
         for name, was, now in find_differences(identify(before), whole):
-            log.warning("%s was built with %s %s, now it is %s: building it again", path, name, was, now)
+            log.warning("%s was built with %s %s, but the current value is %s: rebuilding", path, name, was, now)
     write_atomically(path, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs))
     facts = {
         KEY: whole,

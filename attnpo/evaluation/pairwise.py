@@ -46,11 +46,11 @@ class Comparison:
 class PairwiseRules:
     """Rules for presenting two answers to the judge and reading its verdicts.
 
-    ``template_file``: text with {question}, {answer_a} and {answer_b}. ``labels``: labels of the first and the second
-    answer. ``strip``: remove leading and trailing whitespace from answers. ``top_logprobs``: number of most likely
-    tokens to request from a served judge; a label that is not among them has probability 0.
+    ``template_file``: file with a template that contains {question}, {answer_a} and {answer_b}. ``labels``: labels of
+    the first and the second answer. ``strip``: remove leading and trailing whitespace from answers. ``top_logprobs``:
+    number of most likely tokens to request from a served judge; a label that is not among them has probability 0.
 
-    Prompts are never truncated: one that is too long for the judge is a failed call.
+    Prompts are never truncated: if a prompt is too long for the judge, its call fails.
     """
 
     template_file: str = "judge/pairwise.txt"
@@ -73,11 +73,11 @@ class PairwiseRules:
         return JudgeTemplate.from_file(find_file(self.template_file, "benchmark.pairwise.template_file"))
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns everything except the answers that can change calls or preferences."""
+        """Returns everything that can change calls or preferences, apart from the answers."""
         return {"template": digest(self.template.text), "labels": list(self.labels), "strip": self.strip}
 
     def grading_calls(self, benchmark: str, round_: int, comparisons: Iterable[Comparison]) -> list[GradingCall]:
-        """Returns two calls per comparison: with the model's answer first, and second."""
+        """Returns two calls per comparison: one with the model's answer first, and one with it second."""
         return [self._make_call(benchmark, round_, comparison, part) for comparison in comparisons for part in ORDERS]
 
     def _make_call(self, benchmark: str, round_: int, comparison: Comparison, part: str) -> GradingCall:
@@ -146,7 +146,8 @@ def _label_logprob(logprobs: Mapping[str, float], label: str) -> float:
 class Preferences:
     """Judge's probability that the model's answer is better, averaged over both orders; NaN if a verdict is missing.
 
-    ``counts``: missing replies, replies without a verdict, ties, and questions where both orders prefer one position.
+    ``counts``: missing replies, replies without a verdict, ties, and questions for which the judge prefers the same
+    position in both orders.
     """
 
     items: tuple[str, ...]
@@ -180,7 +181,7 @@ class BaselineBenchmark(Benchmark, Protocol):
 
 @dataclass(frozen=True)
 class PairwiseBenchmark:
-    """Variant of the benchmark ``of`` that compares answers with its baseline by label logits."""
+    """Variant of the benchmark ``of`` that uses label logits to compare answers with the baseline's."""
 
     of: BaselineBenchmark
     pairwise: PairwiseRules = field(default_factory=PairwiseRules)
@@ -192,7 +193,7 @@ class PairwiseBenchmark:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns one name: the win rate is the mean probability, in percent, that the model's answer is better."""
+        """Returns the name of the win rate: the mean probability, in percent, that the model's answer is better."""
         return ("win_rate",)
 
     @property
@@ -228,7 +229,7 @@ class PairwiseBenchmark:
         if missing:
             raise UserError(
                 f"benchmark {self.name}: the baseline has no answers to {len(missing)} of {len(questions)} questions "
-                f"(first: {missing[0]}); use a complete file of its answers"
+                f"(first: {missing[0]}); use a file with all baseline answers"
             )
         comparisons = [
             Comparison(question.id, question_text(first_turn(question)), answer.turns[0], rivals[question.id])

@@ -35,10 +35,10 @@ REWARDS_AT_ONCE = 64  # prompts whose rewards are computed before they are writt
 class JudgeRanker:
     """Ranker that compares all pairs of answers in both orders; an answer's score is its mean win probability.
 
-    Probabilities come from the two labels, see ``evaluation.pairwise``; K answers need K (K - 1) judge calls. Replies
+    Probabilities come from the two labels (see ``evaluation.pairwise``). K answers need K (K - 1) judge calls. Replies
     are stored as they arrive and never requested twice. A prompt is left unranked if any comparison lacks a verdict. A
     repeated command retries failed calls; with ``give_up`` they count as missing verdicts instead. With several
-    processes, ``limits`` apply to each.
+    processes, ``limits`` apply to each process.
     """
 
     grader: Grader
@@ -52,7 +52,7 @@ class JudgeRanker:
 
     @property
     def name(self) -> str:
-        """Returns "judge" with the grader's model."""
+        """Returns "judge" followed by the name of the grader's model."""
         named = getattr(self.grader, "path", None) or getattr(self.grader, "model", None)
         return f"judge {named or type(self.grader).__name__}"
 
@@ -138,7 +138,7 @@ class RewardRanker:
 
     @property
     def name(self) -> str:
-        """Returns "reward" with the model's path."""
+        """Returns "reward" followed by the model's path."""
         return f"reward {self.path}"
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
@@ -208,7 +208,7 @@ class ColumnRanker:
 
     @property
     def name(self) -> str:
-        """Returns "column" with the column's name."""
+        """Returns "column" followed by the column's name."""
         return f"column {self.column}"
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:

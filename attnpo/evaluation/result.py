@@ -18,7 +18,7 @@ RESULT = "evaluation.json"
 
 @dataclass(frozen=True)
 class AnswerLengths:
-    """Mean length of an answer (all turns) over questions and rounds, and the share cut at the token limit."""
+    """Mean answer length (all turns) over questions and rounds, and the share of answers cut at the token limit."""
 
     tokens: float
     characters: float
@@ -92,7 +92,7 @@ NOTE = (
 
 
 def result_sections(result: EvaluationResult) -> list[Section]:
-    """Returns one result as tables for the terminal and reports."""
+    """Returns the tables of one result, for the terminal and reports."""
     rows = [_score_row(score) for score in result.scores]
     blocks = [TableBlock(["score", "mean", "rounds", "questions", "grading", "n"], rows, digits={"mean": DIGITS})]
     sections = [Section(f"{result.label} on {result.benchmark}", [*blocks, Paragraph(NOTE)])]

@@ -38,9 +38,10 @@ _P = ParamSpec("_P")
 class Completion:
     """Parsed server reply to one request.
 
-    ``missing``: reason why there is no text; None if there is one, or if the model wrote an empty one. ``escaped``:
-    lone surrogates were replaced by escapes. Token counts are None if the server reports no valid ones. ``logprobs``:
-    log-probabilities of the most likely first tokens; None if there are none or they were not requested.
+    ``missing``: reason why there is no text; None if there is text, or if the model wrote an empty string. ``escaped``:
+    True if lone surrogates were replaced with escape sequences. Token counts are None if the server reports no valid
+    ones. ``logprobs``: log-probabilities of the most likely first tokens; None if there are none or they were not
+    requested.
     """
 
     text: str
@@ -54,7 +55,7 @@ class Completion:
 
 
 def open_client(base_url: str, key: str, timeout: float, retries: int, connections: int) -> "openai.OpenAI":
-    """Opens a client with up to ``retries`` retries, whose attempts each end after ``timeout`` seconds in total."""
+    """Opens a client that retries up to ``retries`` times and ends each attempt after ``timeout`` seconds in total."""
     import openai
     from httpx2 import Limits
 
@@ -121,7 +122,7 @@ def read_completion(response: "httpx2.Response", logprobs: bool = False) -> Comp
             # Keeps the most likely of tokens with the same text.
             likely.setdefault(escape_surrogates(entry["token"]), entry["logprob"])
     except (LookupError, TypeError, AttributeError) as problem:
-        raise ValueError(f"the reply's logprobs must be texts with numbers, got {shorten(choice)}") from problem
+        raise ValueError(f"the reply's logprobs must be strings with numbers, got {shorten(choice)}") from problem
     return Completion(
         text=escape_surrogates(given),
         finish_reason=finish_reason,
@@ -135,7 +136,7 @@ def read_completion(response: "httpx2.Response", logprobs: bool = False) -> Comp
 
 
 def _explain_missing_text(message: Mapping[str, Json], finish_reason: str) -> str | None:
-    """Returns the reason why a message has no text; None if the model wrote an empty one."""
+    """Returns the reason why a message has no text; None if the model wrote an empty string."""
     if message.get("refusal"):
         return REFUSED
     if message.get("tool_calls") or message.get("function_call"):
@@ -169,7 +170,7 @@ def _read_token_count(usage: Json, name: str) -> int | None:
 
 
 def escape_surrogates(text: str) -> str:
-    """Replaces lone surrogates by their escape sequences."""
+    """Replaces lone surrogates with escape sequences."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -180,7 +181,7 @@ def describe_request_error(problem: Exception) -> str:
 
 
 def log_notes(address: str, notes: Iterable[str]) -> None:
-    """Logs a warning for each kind of note on single replies, with its count."""
+    """Logs one warning per distinct note on a reply, with the number of replies it applies to."""
     for note, count in Counter(notes).items():
         log.warning("%s: %d replies: %s", redact(address), count, note)
 
@@ -194,7 +195,7 @@ def map_in_threads(
 ) -> Iterator[tuple[_Item, _Result]]:
     """Yields each item with ``function(item)`` in order of completion; pulls an item only when a thread is free.
 
-    Unlike an executor's, the threads are daemons, so that Ctrl-C does not wait for pending replies.
+    Unlike the threads of an executor, these are daemons, so that Ctrl-C does not wait for pending replies.
     """
     todo: SimpleQueue[_Item | None] = SimpleQueue()
     done: SimpleQueue[tuple[_Item, Future[_Result]]] = SimpleQueue()

@@ -25,7 +25,7 @@ class GradingLimits:
     """Limits on grading; None means no limit.
 
     ``max_cost`` (dollars) and ``max_calls`` apply to all replies in an evaluation's folder, including those of earlier
-    commands, so repeating a command spends nothing more. Charges for requests without a reply (timeouts) are unknown
+    commands, so repeating a command does not raise them. Charges for requests without a reply (timeouts) are unknown
     and not counted. ``max_failed``: number of consecutive failures after which the command stops. ``dry_run``: only
     estimate the cost. ``max_items``: use only the first questions of a benchmark; applied where calls are built.
     """
@@ -55,14 +55,14 @@ class GradingLimits:
 
 
 class InputCount(NamedTuple):
-    """Input tokens of a call; ``is_bound`` marks an upper bound from the bytes of its text."""
+    """Input tokens of a call; ``is_bound`` marks an upper bound computed from the byte length of its messages."""
 
     tokens: int
     is_bound: bool
 
     @classmethod
     def for_call(cls, call: GradingCall, grader: Grader) -> "InputCount":
-        """Counts with the grader's tokenizer, or takes the bytes of the text as an upper bound."""
+        """Counts with the grader's tokenizer, or uses the byte length of the messages as an upper bound."""
         count = grader.count_tokens(call)
         if count is not None:
             return cls(count, False)
@@ -73,7 +73,7 @@ class InputCount(NamedTuple):
 class CostEstimate:
     """Cost estimate of a grading session with ``calls`` calls, of which ``stored`` already have a reply.
 
-    The other fields cover the remaining calls. ``most_output_tokens``: upper bound, the sum of their ``max_tokens``;
+    The other fields cover the remaining calls. ``most_output_tokens``: the sum of their ``max_tokens``, an upper bound;
     ``dollars``: maximum cost, None if the price is unknown; ``method``: how the input tokens were counted.
     """
 
@@ -102,9 +102,9 @@ class CostEstimate:
 class SessionResult:
     """Result of a grading session.
 
-    ``replies``: stored and new replies. ``failures``: the problem of each failed call. ``left``: calls not sent
-    because the limit ``stopped`` was reached, with ``ahead`` as their cost estimate. ``made``, ``spent`` and
-    ``seconds``: new replies of this command, their cost in dollars, and its duration.
+    ``replies``: stored and new replies. ``failures``: the problem of each failed call. ``left``: calls not sent because
+    the limit ``stopped`` was reached, with ``ahead`` as their cost estimate. ``made``, ``spent`` and ``seconds``:
+    number of new replies, their cost in dollars, and duration of the command.
     """
 
     replies: Mapping[GradingCall, GradingReply]
@@ -129,7 +129,8 @@ class SessionResult:
     def cost(self, price: Price) -> dict[str, float]:
         """Sums up all replies, stored ones included: calls, tokens, dollars (if the price is known), seconds.
 
-        ``estimated_calls``: number of replies without token counts, if any; they enter with the amount reserved.
+        ``estimated_calls``: number of replies without token counts, if any; these count with the amount reserved for
+        the call.
         """
         given = self.replies.values()
         tokens = sum(reply.input_tokens for reply in given), sum(reply.output_tokens for reply in given)
@@ -229,7 +230,7 @@ class _Session:
         return self.price.cost(reply.input_tokens, reply.output_tokens)
 
     def _admit_calls(self) -> Iterator[GradingCall]:
-        """Yields calls from the queue while they fit; sets ``stopped`` to the limit that ends this."""
+        """Yields calls from the queue within the limits; sets ``stopped`` to the first limit reached."""
         while self.todo:
             most = self.price.cost(self.counted[self.todo[0]].tokens, self.todo[0].max_tokens)
             self.stopped = self._find_reached_limit(most)

@@ -29,7 +29,7 @@ def half_widths(rounds: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def grading_noise(one: float, other: float) -> float:
-    """Returns 1.96 sqrt(a^2 + b^2), the largest difference of two scores that grading noise can explain.
+    """Returns 1.96 sqrt(a^2 + b^2), the largest difference between two scores that grading noise can explain.
 
     a and b are the standard deviations of the two scores from regrading (``grading_spread``).
     """
@@ -39,7 +39,8 @@ def grading_noise(one: float, other: float) -> float:
 def summarize_rounds(name: str, rounds: Sequence[RoundScores], grading: float | None, seed: int = 0) -> BenchmarkScore:
     """Combines a score over the rounds of generation.
 
-    ``questions``: number of questions with a value in any round, or of all if the score has no per-question values.
+    ``questions``: number of questions with a value in any round, or of all questions if the score has no per-question
+    values.
     """
     figures = tuple(float(graded.scores[name]) for graded in rounds)
     questions = len(rounds[0].questions)
@@ -60,8 +61,8 @@ def question_interval(name: str, rounds: Sequence[RoundScores], seed: int = 0) -
     """Returns the 95 % interval over questions of a score's mean over rounds; None if its variation is unknown.
 
     Uses bootstrap percentiles, resampling questions together with their values from all rounds (arena-hard-auto
-    resamples rows, which is too narrow if a question has several). If the library that defines the score reports a
-    standard error instead (``RoundScores.errors``), the half width is 1.96 times the mean error, since rounds
+    resamples rows, which gives too narrow an interval if a question has several). If the library that defines the score
+    reports a standard error instead (``RoundScores.errors``), the half width is 1.96 times the mean error, since rounds
     share their questions.
     """
     if any(name not in graded.values for graded in rounds):
@@ -96,11 +97,12 @@ def grading_spread(
 ) -> float | None:
     """Estimates a score's standard deviation from grading noise, using questions that were graded twice.
 
-    ``first`` covers all questions, ``again`` the second grades of some. For a weighted mean f = sum(w v) / sum(w), a
-    second grading changes a question's contribution by e = w2 (v2 - f) - w1 (v1 - f), so the variance of f over N
-    questions is N mean(e^2) / (2 sum(w)^2). For any other score, ``exchange`` computes it with the second replies of
-    the given questions. Over random halves of the M questions graded twice, its variance is a quarter of sum(d^2),
-    where d are the changes per question; it is therefore scaled by 2 N / M. Returns None if M < 2.
+    ``first`` covers all questions; ``again`` contains the second grades of some of them. For a weighted mean
+    f = sum(w v) / sum(w), a second grading changes a question's contribution by e = w2 (v2 - f) - w1 (v1 - f), so the
+    variance of f over N questions is N mean(e^2) / (2 sum(w)^2). For any other score, ``exchange`` computes the score
+    with the second replies of the given questions. Over random halves of the M questions graded twice, the score's
+    variance is a quarter of sum(d^2), where d is the change caused by one question; the variance is therefore scaled by
+    2 N / M. Returns None if M < 2.
     """
     twice = [place for place, question in enumerate(first.questions) if question in set(again.questions)]
     if len(twice) < 2:
@@ -140,7 +142,7 @@ def make_regrader(
     again: Replies,
     grade: Callable[[Mapping[str, ModelAnswer], Replies], RoundScores],
 ) -> Callable[[frozenset[str]], RoundScores]:
-    """Builds a function that grades with the second replies for some questions and the first ones for all others."""
+    """Builds a function that grades given questions with their second replies, and all others with their first."""
     second = {(call.item, call.part): reply for call, reply in again.items()}
 
     def regrade(questions: frozenset[str]) -> RoundScores:

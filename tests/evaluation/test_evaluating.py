@@ -158,7 +158,7 @@ def test_a_repeated_command_asks_nothing_and_a_lost_result_comes_from_the_store(
 def test_a_page_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     for name in ("report.html", "evaluation.md"):
         (tmp_path / name).write_text("mine", encoding="utf-8")
-        with pytest.raises(UserError, match=f"holds a file {name} that no evaluation wrote"):
+        with pytest.raises(UserError, match=f"contains {name}, which no evaluation wrote"):
             evaluate(config(tmp_path, mark))
         assert (tmp_path / name).read_text(encoding="utf-8") == "mine"
         (tmp_path / name).unlink()
@@ -175,7 +175,7 @@ def test_another_setting_is_named_and_made_anew(tmp_path: Path, caplog: pytest.L
     evaluate(config(tmp_path, mark))
     with caplog.at_level(logging.WARNING):
         evaluate(config(tmp_path, mark, grading=GradingRules(rounds=2, again=0.25, again_least=2)))
-    assert "grading.rounds 3, now it is 2: computing it again" in caplog.text
+    assert "grading.rounds 3, but the current value is 2: recomputing" in caplog.text
     assert result_of(tmp_path).rounds == (5.0, 6.0)
     with pytest.raises(UserError, match="word"):  # answers of another model
         evaluate(config(tmp_path, mark, answering=Echo("other")))

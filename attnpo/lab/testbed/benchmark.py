@@ -27,12 +27,13 @@ BASELINE_VERSION = "1"
 class TestbedBenchmark:
     """Benchmark of reviews for held-out prompts: their true reward, and their win rate against a baseline.
 
-    ``baseline``: model folder or hub name whose reviews are compared with. They are sampled with the same settings but
-    other random numbers, which stay the same in every round. With a baseline, the scores are ``win_rate`` (percent, by
-    the grader) and ``reward`` (mean true reward). Without one, ``reward`` is the only score and no grader is used.
+    ``baseline``: model folder or hub name whose reviews are compared with. The baseline's reviews are sampled with the
+    same settings as the model's, but with other random numbers, which stay the same in every round. With a baseline,
+    the scores are ``win_rate`` (percent, by the grader) and ``reward`` (mean true reward). Without one, ``reward`` is
+    the only score and no grader is used.
 
-    Reviews are generated as for any benchmark, which removes special tokens from the text. A run's own scores
-    (``TruthScorer``) count such tokens as broken words instead.
+    As for any benchmark, special tokens are removed from generated reviews. A run's own scores (``TruthScorer``) count
+    such tokens as broken words instead.
     """
 
     __test__ = False  # keeps pytest from collecting it as a test class
@@ -59,7 +60,7 @@ class TestbedBenchmark:
         return ("reward",) if self.baseline is None else ("win_rate", "reward")
 
     def questions(self) -> Sequence[Question]:
-        """Returns the prompts of the split in the grammar's order, with text as id and topic as category.
+        """Returns the split's prompts in the grammar's order; the prompt text is the id and the topic is the category.
 
         Raises:
             UserError: the split has no prompts.
@@ -149,7 +150,7 @@ class TestbedBenchmark:
 class TruthGrader:
     """Grader that compares two testbed reviews by true reward; ``grammar`` must be the benchmark's.
 
-    A reply's log-probabilities are 0 for the label of the better review, or log 1/2 for both labels in a tie.
+    A reply has log-probability 0 for the label of the better review, or log 1/2 for both labels in a tie.
     """
 
     grammar: Grammar = field(default_factory=Grammar)

@@ -63,15 +63,15 @@ class ForcedScores:
         try:
             topic = self.grammar.parse_prompt(question).topic
         except ValueError as problem:
-            raise UserError(f"verbalizer.known_parts: {problem}; set it to null for other data") from problem
+            raise UserError(f"verbalizer.known_parts: {problem}; for other data, set it to null") from problem
         return [part for part, _ in self.grammar.part_scores(review, topic)]
 
     def _score_batch(self, heads: Sequence[list[int]], parts: Sequence[list[str]]) -> list[list[int]]:
         """Returns the scores of one batch; each digit is the most likely one given the digits before it.
 
-        All digits of a row are read in one forward pass from guesses, and again from the digits read, until none
-        changes. After pass n the first n digits are final, so the result equals decoding them one by one; the first
-        guess only affects the number of passes.
+        Each forward pass reads all digits of a row at once: the first pass starts from guesses, and every later pass
+        from the digits just read, until no digit changes. After pass n the first n digits are final, so the result
+        equals decoding them one by one; the guesses only affect the number of passes.
         """
         rows, places = self._build_rows(heads, parts)
         scores = [[_GUESS] * len(row) for row in places]

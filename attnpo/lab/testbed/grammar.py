@@ -64,7 +64,7 @@ class ReviewScore:
 class Grammar:
     """Settings of the review language; its word lists are in `words`.
 
-    p_sentiment, p_neutral: shares of clauses with a polar and with a neutral adjective; the rest is filler.
+    p_sentiment, p_neutral: shares of clauses with a polar and with a neutral adjective; all other clauses are fillers.
     min_clauses, max_clauses: length of a review in clauses.
     style: use fillers with random names, numbers, colours and objects.
     negation: share of sentiment clauses written as "was not" with an adjective of the opposite polarity.
@@ -104,7 +104,7 @@ class Grammar:
     # ---- prompts -------------------------------------------------------------------------------------------
 
     def split_of(self, prompt: ReviewPrompt) -> str:
-        """Returns the split (train, validation or test) of a prompt, which depends only on its text."""
+        """Returns the split (train, validation or test) of a prompt; it depends only on the prompt's text."""
         draw = int(_digest(prompt.text)[:12], 16) / 16**12
         if draw < self.test_share:
             return "test"
@@ -130,7 +130,7 @@ class Grammar:
     # ---- sampling ------------------------------------------------------------------------------------------
 
     def sample_review(self, rng: random.Random, prompt: ReviewPrompt) -> str:
-        """Samples a review of the prompt's topic; a hidden quality per review sets how often it is positive."""
+        """Samples a review of the prompt's topic; a hidden quality per review sets the share of positive clauses."""
         quality = rng.random()
         count = rng.randint(self.min_clauses, self.max_clauses)
         return " ".join(f"{self._sample_clause(rng, prompt, quality)} ." for _ in range(count))

@@ -17,8 +17,8 @@ from attnpo.weights.base import TextSource
 class TrueImportance(TextSource):
     """Weight source with 1/k on each of the k tokens that overlap a decisive word, and 0 on all others.
 
-    A response without decisive tokens gets equal weights on all tokens that have characters. |y| is the number of
-    training tokens, as with uniform weights.
+    A response without decisive tokens gets equal weights on all tokens that have characters. As with uniform weights,
+    the length |y| is the number of training tokens.
     """
 
     grammar: Grammar = field(default_factory=Grammar)
@@ -71,5 +71,5 @@ def _find_topic(pair: PreferencePair, grammar: Grammar) -> str:
             pass
     raise UserError(
         f"pair {pair.pair_id}: true importance is known only for prompts of the testbed, got "
-        f"{pair.prompt[-1]['content'][:60]!r}: for these data use other weights than true_importance, and truth=null"
+        f"{pair.prompt[-1]['content'][:60]!r}: for other data, use other weights and set truth=null"
     )

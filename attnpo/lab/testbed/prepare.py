@@ -6,7 +6,7 @@ The key of the base covers grammar, recipe, seed and code version; the key of th
 own recipe, so that asking for another number of pairs does not train the base again. Folders are built under a
 temporary name and renamed when complete and flushed to disk, so that incomplete ones are never seen and processes
 cannot interfere. Each folder holds digests of its files, which are verified before every use; a changed folder is moved
-aside and built again.
+aside and rebuilt.
 """
 
 import hashlib
@@ -92,7 +92,7 @@ class Testbed:
         if self.second is None:
             from attnpo.schema import UserError  # brings torch
 
-            raise UserError("prepare.second is null, so there is no second base to use as a judge: configure one there")
+            raise UserError("prepare.second is null, so there is no second base to use as a judge: set it")
         recipe, seed = self.second.base, self.seed + self.second.seed_offset
         path = root / f"base-{_base_key(self.grammar, recipe, seed)}"
         reused = _ensure_built(path, "second base", lambda folder: _build_base(self.grammar, recipe, seed, folder))
@@ -128,7 +128,9 @@ def _build_base(grammar: Grammar, recipe: BaseRecipe, seed: int, folder: Path) -
 def _read_base(folder: Path) -> dict[str, object]:
     report = _read_report(folder)
     if report.get("gate_passed") is False:
-        logger.warning("testbed base %s did not reach its judge gate; studies with it mean little", folder.name)
+        logger.warning(
+            "testbed base %s: judge accuracy is below base.judge_gate, so study results mean little", folder.name
+        )
     return report
 
 
@@ -145,7 +147,7 @@ def _read_report(folder: Path) -> dict[str, object]:
 def _ensure_built(
     target: Path, what: str, build: Callable[[Path], Mapping[str, object]], base: Path | None = None
 ) -> bool:
-    """Builds ``target`` (from ``base``) under a temporary name and renames it; returns True if it already exists."""
+    """Builds ``target`` (from ``base``) under a temporary name and renames it; returns True if it already existed."""
     aside = None
     while target.exists():
         problem = _find_problem(target, base)
@@ -189,7 +191,7 @@ def _content_digest(folder: Path) -> str:
 
 
 def _move_aside(target: Path, what: str, problem: str, base: Path | None) -> Path | None:
-    """Moves a damaged folder aside with a warning; returns its new path, or None if another process was faster."""
+    """Moves a damaged folder aside with a warning; returns its new path, or None if another process replaced it."""
     try:
         aside = rename_damaged(target)
     except FileNotFoundError:
@@ -205,7 +207,7 @@ def _move_aside(target: Path, what: str, problem: str, base: Path | None) -> Pat
         aside.rename(target)
         return None
     logger.warning(
-        "testbed %s: %s was changed since it was built (%s): moved it to %s, building it again",
+        "testbed %s: %s was changed since it was built (%s): moved it to %s and rebuilding",
         what,
         target,
         problem,

@@ -1,7 +1,7 @@
 """Trains the base model from scratch: a small Llama that learns to answer, to judge and to score parts.
 
-The judge task is learnt suddenly, so training continues in blocks until the judge reaches its gate on pairs of the
-base's own samples. The result is a plain Hugging Face folder.
+The judge task is learnt suddenly, so training continues in blocks until the judge reaches the required accuracy (its
+gate) on pairs of the base's own samples. The result is a plain Hugging Face folder.
 """
 
 import logging
@@ -124,7 +124,7 @@ class TaskSampler:
         ]
 
     def judge_rows(self, count: int, min_gap: float = 0.0) -> list[TaskRow]:
-        """Samples judge prompts with two reviews of unequal reward, at least `min_gap` apart; targets are verdicts."""
+        """Samples judge prompts with two reviews whose rewards differ, by at least `min_gap`; targets are verdicts."""
         rows: list[tuple[str, str, str]] = []
         verdicts: list[int] = []
         while len(rows) < count:
@@ -258,7 +258,7 @@ class _Trainer:
         )
 
     def block(self, steps: int, peak: float, warmup: int, length: float = 1.0) -> tuple[float, float, float]:
-        """Trains for `steps`; reviews grow from the share `length` to full length during the easy part.
+        """Trains for `steps`; in the easy part, reviews grow from the share `length` of their length to full length.
 
         Returns the mean loss of each task over the last tenth of the steps.
         """
@@ -365,7 +365,7 @@ def judge_accuracy(
     *,
     spliced: bool,
 ) -> tuple[float, float]:
-    """Returns the share of correct verdicts over both orders and the share of consistent pairs; zeros without pairs.
+    """Returns the share of correct verdicts over both orders and the share of consistent pairs; 0 without pairs.
 
     A verdict is correct if the better answer gets the larger logit. `pairs`: prompt, two answers, true reward gap.
     """

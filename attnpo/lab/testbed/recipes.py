@@ -21,13 +21,13 @@ _COUNTS = (
 
 @dataclass(frozen=True)
 class BaseRecipe:
-    """Settings for training the base.
+    """Settings for training the base model.
 
     initializer_range .06 is essential: with .02, the judge stays at chance. Training runs for `steps` with a cosine
     schedule. While the judge's accuracy on the base's own samples (gap >= judge_margin, both orders, the worse prompt
     assembly) is below judge_gate, blocks of `extra_steps` are added, up to `max_steps` in total. During the first
     `easy_share` of a block, the judge only sees pairs with a gap of at least `easy_gap`, and afterwards all pairs with
-    unequal rewards. Without this the judge is still at .77 after 400 steps; with it, the jump comes near step 100.
+    unequal rewards. Without this the judge is still at .77 after 400 steps; with it, accuracy jumps at about step 100.
     `damage`: share of clauses that are damaged in reviews to judge or score. A judge trained without damage is correct
     on .99 of the pairs without broken clauses, but only on .87 of the others. `merges`: number of merges of a
     byte-level BPE (with 500, most words are one token), which needs more steps; None gives one token per word.
@@ -100,11 +100,10 @@ class SecondRecipe:
 class PairRecipe:
     """Settings for building preference pairs.
 
-    train, validation: number of pairs per split; a smaller training set is a prefix of a larger one, except for the
-        sides swapped by label_noise.
-    margin: minimum true reward gap; label_noise: share of training pairs with swapped sides (validation pairs stay
-    clean); answers_per_prompt: samples per prompt and round; min_tokens: shorter answers are dropped, as are answers
-    without an end token or with other special tokens.
+    `train`, `validation`: number of pairs per split; a smaller training set is a prefix of a larger one, except for the
+    sides swapped by `label_noise`. `margin`: minimum true reward gap. `label_noise`: share of training pairs with
+    swapped sides (validation pairs are never swapped). `answers_per_prompt`: samples per prompt and round.
+    `min_tokens`: shorter answers are dropped, as are answers without an end token or with other special tokens.
     """
 
     train: int = 768

@@ -30,8 +30,9 @@ class PolicyScore:
     """True scores of a policy's samples.
 
     `numbers`: means over prompts and samples, named as in NUMBERS (`length` in tokens without the end token, `kl` in
-    nats per sequence, `broken` as a share of clauses, `ended` as a share of answers). The arrays hold values per prompt
-    and sample for paired statistics; their rows match for equal prompts and seed.
+    nats per sequence, `broken` as a share of clauses, `ended` as a share of answers). The arrays contain values per
+    prompt and sample for paired statistics; rows of two policies match if both were scored with the same prompts and
+    seed.
     """
 
     numbers: dict[str, float]
@@ -69,7 +70,7 @@ class TruthScorer:
             )
 
     def prompt_set(self, split: str = "test") -> tuple[ReviewPrompt, ...]:
-        """Returns the first `prompts` prompts of the split, or all of them (logged) if there are fewer."""
+        """Returns the first `prompts` prompts of the split, or all of them (with a log message) if there are fewer."""
         if split not in ("validation", "test"):
             raise ValueError(f"scores need held-out prompts: split must be validation or test, got {split!r}")
         available = self.grammar.prompts(split)
@@ -80,7 +81,7 @@ class TruthScorer:
     def base_answers(
         self, base: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", *, split: str = "test"
     ) -> "Answers":
-        """Samples the base's answers for the split, once for all calls of `score` in a study."""
+        """Samples the base's answers for the split; all calls of `score` in a study can share them."""
         return self._sample_answers(base, tokenizer, self._repeat_prompts(split), self.seed + _BASE_STREAM)
 
     def score(
@@ -99,7 +100,7 @@ class TruthScorer:
         rivals = base_answers or self.base_answers(base, tokenizer, split=split)
         if len(rivals.texts) != len(prompts):
             raise ValueError(
-                f"base_answers holds {len(rivals.texts)} answers, but {len(prompts)} are needed; compute them with "
+                f"base_answers has {len(rivals.texts)} answers, but {len(prompts)} are needed; compute them with "
                 "base_answers() of this scorer for the same split"
             )
         answers = self._sample_answers(policy, tokenizer, prompts, self.seed)

@@ -333,7 +333,7 @@ def test_the_command_answers_through_a_server_alone_and_in_shares(
     assert account["tokens"] == sum(row["tokens"] for row in rows) and account["refused"] == {}
     data, out = tmp_path / "a" / "prompts.jsonl", tmp_path / "a" / "answers.jsonl"
     own = [f"model.path={world.model}", f"data.path={data}", f"output={out}", "trainer.accelerator=cpu"]
-    with pytest.raises(UserError, match=r"answers\.jsonl holds answers with (answering|model\.dtype)"):
+    with pytest.raises(UserError, match=r"answers\.jsonl contains answers with (answering|model\.dtype)"):
         main(load("generate", own))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with Loopback(echo, faults=[Fault(429, retry_after=0.05)]) as server:

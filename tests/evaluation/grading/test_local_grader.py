@@ -190,10 +190,10 @@ def test_prompts_too_long_are_failures_naming_their_tokens(world: World, grader:
     tokens = grader.count_tokens(long)
     room = grader.count_tokens(short)
     found = dict(replace(grader, max_length=room).ask([long, short, call(PROMPTS[0])]))
-    assert found[long] == GradingFailure(f"its prompt has {tokens} tokens, but {world.model} allows {room}")
+    assert found[long] == GradingFailure(f"the prompt has {tokens} tokens, but {world.model} allows {room}")
     assert isinstance(found[short], GradingReply)  # a label needs no place of its own
     assert found[call(PROMPTS[0])] == GradingFailure(
-        f"its prompt has {room} tokens, but {world.model} allows {room} including the reply"
+        f"the prompt has {room} tokens, but {world.model} allows {room} including the reply"
     )
 
 

@@ -290,12 +290,12 @@ def test_what_was_made_of_something_else_is_refused(answers: str, tmp_path: Path
     out = tmp_path / "pairs.jsonl"
     make_pairs(config(answers, out))
     with pytest.raises(
-        UserError, match=r"pairs\.scores\.jsonl holds scores with ranker\.higher_is_better true, but this"
+        UserError, match=r"pairs\.scores\.jsonl contains scores with ranker\.higher_is_better true, but this"
     ):
         make_pairs(config(answers, out, ColumnRanker("points", higher_is_better=False)))
     rows = rows_of(Path(answers))
     write(Path(answers), [*rows, {"prompt": "more", "answer": "x", "points": 1}, {"prompt": "more", "answer": "y"}])
-    with pytest.raises(UserError, match="holds scores with answers "):
+    with pytest.raises(UserError, match="contains scores with answers "):
         make_pairs(config(answers, out))
 
 

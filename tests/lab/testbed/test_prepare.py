@@ -125,7 +125,7 @@ def test_a_foreign_folder_is_moved_aside(scratch: Path, caplog: pytest.LogCaptur
     assert module._ensure_built(scratch / "base-x", "base", numbers)
     assert sorted(path.name for path in scratch.iterdir()) == ["base-x", "base-x.damaged"]
     assert (
-        "base-x was changed since it was built (it has no digests.json): moved it to base-x.damaged, building"
+        "base-x was changed since it was built (it has no digests.json): moved it to base-x.damaged and rebuilding"
         in caplog.text
     )
 
