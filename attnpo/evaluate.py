@@ -1,6 +1,6 @@
 """``python -m attnpo.evaluate``: evaluates a model on a benchmark; an interrupted evaluation can be resumed.
 
-``benchmark=judge`` writes the judge's passport instead; its config is composed like a run's.
+``benchmark=judge`` writes the judge's passport instead and takes the settings of a training run.
 """
 
 import sys

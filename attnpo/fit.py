@@ -69,7 +69,7 @@ def _check_before_start(trainer: "TrainerSettings", logger: "LoggerSettings") ->
     """Checks the launcher and the experiment tracker before anything is printed or created.
 
     Raises:
-        UserError: the processes or the tracker are not available.
+        UserError: the launcher does not fit the settings, or the tracker is not available.
     """
     from attnpo.training.processes import apply_launcher
 

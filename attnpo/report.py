@@ -39,7 +39,7 @@ def needs_complete_config(cfg: "ReportConfig") -> bool:
 if __name__ == "__main__":
     install_signal_handlers()
     if moved := MOVED.get(next((word for word in sys.argv[1:] if "=" not in word), "")):
-        sys.stderr.write(f"error: this report is no longer part of the package: in a checkout, run python -m {moved}\n")
+        sys.stderr.write(f"error: the package no longer contains this report: from a checkout, run python -m {moved}\n")
         sys.exit(2)
     from attnpo.cli.entry import run_entry
     from attnpo.data.tables import check_validation as early

@@ -24,17 +24,17 @@ _T = TypeVar("_T")
 
 
 BOOKKEEPING = {"moves_numbers": False}
-"""Metadata of a component's field that changes no number beyond rounding; the same holds for everything below it."""
+"""Metadata of a component's field that, with all values nested in it, changes no computed number beyond rounding."""
 
 ON_HOST = {"on_host": True}
-"""Metadata of a tensor field that stays on the CPU when the other fields are moved to a device."""
+"""Metadata of a tensor field that stays on the CPU when other fields are moved to a device."""
 
 SEEDS = 2**32
 """Exclusive upper bound of seeds, as in NumPy."""
 
 
 def check_range(part: str, bounds: str, **values: float | int | None) -> None:
-    """Checks that settings of the config node ``part`` lie within ``bounds``; None passes, NaN does not.
+    """Checks that settings of the config node ``part`` are within ``bounds``; None passes, NaN does not.
 
     ``bounds`` is an interval in mathematical notation: "[0, 1]" includes its ends, "(0, 1)" excludes them. "[1, inf)"
     and "(0, inf)" have no upper bound, but infinity itself is rejected.
@@ -78,7 +78,7 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     """Checks that ``value``, given for ``key``, is one of ``choices``.
 
     Raises:
-        UserError: it is not.
+        UserError: ``value`` is not one of them.
     """
     if value not in choices:
         raise UserError(f"{key} must be one of {', '.join(choices)}, got {value!r}")
@@ -88,7 +88,7 @@ class Message(TypedDict):
     """Chat turn in the Hugging Face convention; an assistant turn may carry a reasoning trace besides its content.
 
     ``tool_calls`` (on an assistant turn) and ``tools`` (the callable functions, on a prompt's first turn) are JSON
-    lists as text. A turn with role "tool" holds the result of a call and may name the call.
+    lists as text. A turn with role "tool" contains the result of a call and may name the call.
     """
 
     role: str
@@ -126,8 +126,8 @@ class PreferencePair:
     """One prompt with a chosen and a rejected response.
 
     ``pair_id`` is a digest of the content, so duplicates share an id (they are allowed). ``extra`` keeps other columns
-    of the row (scores, topics) and is not part of the id. ``apart``: reasoning traces at the start of the responses are
-    weighed separately from the answers that follow, and judges read only the answers.
+    of the row (scores, topics) and is not part of the id. ``apart``: whether reasoning traces at the start of the
+    responses are weighed separately from the answers that follow; judges then read only the answers.
     """
 
     pair_id: str
@@ -157,7 +157,7 @@ class PreferencePair:
 
 
 def list_pair_ids(pairs: Sequence[PreferencePair]) -> list[str]:
-    """Returns the id of every pair; a sequence with an attribute ``ids`` is not read for it."""
+    """Returns the id of every pair, without reading the pairs if ``pairs`` has an attribute ``ids``."""
     known: list[str] | None = getattr(pairs, "ids", None)
     return [pair.pair_id for pair in pairs] if known is None else known
 
@@ -217,7 +217,7 @@ class JudgeRound:
     trace: TraceLength | None = None
 
     def side(self, name: str) -> TokenWeights:
-        """Returns the weights of ``name``, "chosen" or "rejected"."""
+        """Returns the weights of the response ``name``, "chosen" or "rejected"."""
         return self.chosen if name == "chosen" else self.rejected
 
 
@@ -230,7 +230,7 @@ class PairWeights:
 
 
 class Kind(Enum):
-    """Kind of a weight row: a distribution sums to 1, factors are used as they are."""
+    """Kind of a weight row: a distribution sums to 1; factors are used as they are."""
 
     DISTRIBUTION = "distribution"
     FACTOR = "factor"
@@ -243,9 +243,9 @@ class Kind(Enum):
 class Sampling:
     """Decoding settings; ``temperature`` 0 is greedy.
 
-    ``presence_penalty`` is subtracted from the logit of every token that the answer already contains,
-    ``frequency_penalty`` once per occurrence; prompt tokens do not count. ``stop_ids``: token ids that end an answer,
-    in addition to those of the model and its chat format.
+    ``presence_penalty`` is subtracted from the logit of every token that the answer already contains, and
+    ``frequency_penalty`` once per occurrence; tokens of the prompt are ignored. ``stop_ids``: token ids that end an
+    answer, in addition to those of the model and its chat format.
     """
 
     max_new_tokens: int = 256
@@ -273,7 +273,7 @@ class Sampling:
             raise UserError(f"stop_ids must be non-negative token ids, got {list(self.stop_ids)}")
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns the settings that identify stored answers; newer ones are included only if set, so old keys stay."""
+        """Returns the settings that identify stored answers; new ones count only if set, so old keys stay."""
         first = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
         later = {
             "presence_penalty": self.presence_penalty,
@@ -304,9 +304,9 @@ class ModelInputs:
     ``segments``: None for one sequence per row. Otherwise the batch is a single row of many sequences, described by
     (start, count, prefix, shared) per segment: tokens start..start+count-1 continue the ``shared`` tokens that begin at
     ``prefix``, and attend causally to those and to each other. Every token of the row is in exactly one segment.
-    ``segment_rows``: response row of each segment; None means in order. Both stay on the CPU, where plans are made, so
-    that no step waits for the GPU. ``scored``: row and position of every response token, precomputed for the same
-    reason; None means they follow from the response mask.
+    ``segment_rows``: response row of each segment; None means in order. Both stay on the CPU, where attention is
+    planned, so that no step waits for the GPU. ``scored``: row and position of every response token, precomputed for
+    the same reason; None means they follow from the response mask.
     """
 
     input_ids: Int[Tensor, "batch T"]
@@ -327,7 +327,7 @@ class InputGradient:
     """Influence of each input token on a model's next token: the L1 norm of the gradient at the token's embedding.
 
     ``response``: per response token, 0 elsewhere; ``prompt``: sum over the prompt tokens of a row; ``prompt_tokens``:
-    their number.
+    number of those tokens.
     """
 
     response: Float[Tensor, "rows R"]
@@ -337,7 +337,7 @@ class InputGradient:
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Per-token statistics in response space; positions outside the response mask hold 0.
+    """Per-token statistics in response space; positions outside the response mask are 0.
 
     ``vocab`` has statistics of one model's distribution at each position (entropy, collision), ``joint`` those of two
     models (kl_ref_policy, ...). ``groups`` has the statistics of the batch's other row groups by name. ``routing``: for

@@ -63,11 +63,11 @@ KEYS = ("prompt", "chosen", "rejected")
 def parse_pair_texts(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Extracts the texts given as KEY=TEXT for ``KEYS``; returns them and the remaining words of ``argv`` in order.
 
-    ``@FILE`` reads a file and ``-`` standard input, both without the final line break. ``@@`` stands for a literal @ at
-    the start of a text.
+    ``@FILE`` reads a file and ``-`` standard input, both without the final line break. ``@@`` at the beginning is a
+    literal @.
 
     Raises:
-        UserError: a text is given twice, standard input is used twice, a file is not readable UTF-8, or only some of
+        UserError: a key is given twice, standard input is used twice, a file is not readable UTF-8, or only some of
             the three texts are given.
     """
     given: dict[str, str] = {}

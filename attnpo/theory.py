@@ -2,7 +2,7 @@
 
 import sys
 
-MOVED = "the theory is no longer part of the package: in a checkout, run python -m experiments.theory (docs/theory.md)"
+MOVED = "the package no longer contains the theory: from a checkout, run python -m experiments.theory (docs/theory.md)"
 
 
 def __getattr__(name: str) -> object:

@@ -2,7 +2,7 @@
 
 import sys
 
-MOVED = "the tests recompute golden records: in a checkout, run python -m tests.conformance PATH (CONTRIBUTING.md)"
+MOVED = "the tests recompute golden records: from a checkout, run python -m tests.conformance PATH (CONTRIBUTING.md)"
 
 
 def __getattr__(name: str) -> object:

@@ -55,10 +55,10 @@ def run_entry(
 ) -> int:
     """Runs a command; returns its exit status: 0, 1 (a job failed), 2 (user error), 130 or 143 (signals).
 
-    Composes ``config_name`` with ``argv`` (None: the arguments of the process) and calls ``main`` with its typed root.
-    ``command_name``: name shown in the help. ``positional``: key that collects arguments which are not overrides.
-    ``complete``: decides whether every ``???`` must be filled in. ``early``: checks the node ``data`` before torch is
-    imported. Other errors propagate, or set the exit status if they have an ``exit_status``.
+    Composes ``config_name`` with ``argv`` (None: the arguments of the process) and calls ``main`` with the typed root
+    of the config. ``command_name``: name shown in the help. ``positional``: key that collects the arguments that are
+    not overrides. ``complete``: returns whether every ``???`` of a root must be filled in. ``early``: checks the node
+    ``data`` before torch is imported. Other errors propagate, or set the exit status if they have an ``exit_status``.
     """
     parser = CommandParser(command_name or config_name, description, examples, positional)
 

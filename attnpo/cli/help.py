@@ -1,4 +1,4 @@
-"""Text of ``--help``: examples, and a command's config groups with the comments of its root file."""
+"""Text of ``--help``: examples, and the command's config groups with the comments of the root config file."""
 
 import argparse
 import re
@@ -22,7 +22,7 @@ _PARENT = re.compile(r" *- (?!_self_)(\w+)(?: +# without (.+))?")
 
 @dataclass(frozen=True)
 class ConfigGroup:
-    """Config group from a root's defaults list; ``default`` is "null" if the group is optional."""
+    """Config group from the defaults list of a root config; ``default`` is "null" if the group is optional."""
 
     name: str
     default: str
@@ -46,7 +46,7 @@ def wrap_line(text: str) -> list[str]:
 
 
 def parse_groups(root: Path) -> list[ConfigGroup]:
-    """Parses the groups of a root file's defaults list, in order, including those of its parent roots.
+    """Parses the groups in the defaults list of the file ``root``, in order and including those of parent files.
 
     Comments above groups are headings. ``# no other`` hides a group; ``- fit  # without logger`` hides a parent's
     group.
@@ -68,7 +68,7 @@ def parse_groups(root: Path) -> list[ConfigGroup]:
 
 
 def format_groups(root: Path, options: Mapping[str, Sequence[str]]) -> str:
-    """Formats the groups of a root and their ``options`` under headings; groups unknown to any shipped root come last.
+    """Formats the groups of a root and their ``options`` under headings; groups that no shipped root has come last.
 
     Groups whose only option is the default are not shown.
     """
@@ -92,7 +92,7 @@ def format_groups(root: Path, options: Mapping[str, Sequence[str]]) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of the arguments common to all commands, besides overrides; a wrong argument is a UserError.
+    """Parser of the arguments that all commands accept besides overrides; a wrong argument raises a UserError.
 
     ``name`` is the command and any fixed override, for example ``evaluate benchmark=judge``.
     """

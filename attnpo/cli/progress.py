@@ -150,9 +150,9 @@ def phase(what: str) -> Iterator[None]:
 
 @contextmanager
 def import_phase(what: str) -> Iterator[None]:
-    """Opens a ``phase`` for importing packages, with rare garbage collection.
+    """Opens a ``phase`` for importing packages, during which garbage is seldom collected.
 
-    Imported objects stay alive, and scanning hundreds of thousands of them takes a quarter of the import time.
+    Imported objects stay alive, and scanning hundreds of thousands of them would take a quarter of the import time.
     """
     usual = gc.get_threshold()
     gc.set_threshold(RARELY, *usual[1:])
@@ -195,7 +195,7 @@ def heartbeat(what: str) -> Iterator[None]:
 
 @contextmanager
 def show_waiting(what: str) -> Iterator[None]:
-    """Opens a ``phase`` and announces it at once: on a terminal until it ends, elsewhere by a log line."""
+    """Opens a ``phase`` and announces it at once: on a terminal until the phase ends, elsewhere by a log line."""
     if not is_interactive_terminal():
         log.info(what)
         with phase(what):
@@ -236,7 +236,7 @@ def is_progress_published() -> bool:
 
 
 def publish_progress(row: ProgressRow) -> None:
-    """Writes the row atomically to the folder of ``publish_progress_to``."""
+    """Writes the row atomically to the folder given to ``publish_progress_to``."""
     for path in _notes:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(row)), encoding="utf-8")

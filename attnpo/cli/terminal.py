@@ -51,7 +51,7 @@ _EXTRA = re.compile(r"pip install 'attnpo\[(\w+)\]'")
 
 
 def rewrite_commands(text: str) -> str:
-    """Rewrites commands in ``text`` so that the user's shell can run them: program names, or paths if not on PATH."""
+    """Rewrites commands in ``text`` for the user's shell: programs by name, or by path if they are not on PATH."""
     text = _EXTRA.sub(lambda found: install_command(found[1]), text)
     if called := os.environ.get(CALLED):
         text = _FRONT.sub(lambda found: _shortest_command(called) + " " * found[0].endswith("."), text)
@@ -59,7 +59,7 @@ def rewrite_commands(text: str) -> str:
 
 
 def _program_command(name: str) -> str:
-    """Returns the command for a program of this environment; its bare name if the environment does not have it."""
+    """Returns the command for the program ``name`` of this environment; ``name`` itself if there is no such program."""
     path = sys.executable if name == "python" else os.path.join(os.path.dirname(sys.executable), name)
     return _shortest_command(path) if os.path.isfile(path) else name
 
@@ -113,7 +113,7 @@ def command_text(name: str, *arguments: str) -> str:
 
 
 def format_override(key: str, text: str) -> str:
-    """Formats an override KEY=TEXT for the command line, quoted if Hydra would parse the text otherwise."""
+    """Formats an override KEY=TEXT for the command line, quoted unless Hydra takes the text literally."""
     if re.fullmatch(r"[\w./+@-]+", text):
         return f"{key}={text}"
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
@@ -124,7 +124,7 @@ _warned: set[str] = set()
 
 
 def _is_first_occurrence(record: logging.LogRecord) -> bool:
-    """Returns whether a warning appears for the first time; the runs of a study repeat the same ones."""
+    """Returns whether a warning appears for the first time; the runs of a study repeat the same warnings."""
     text = record.getMessage() if record.levelno == logging.WARNING else ""
     new = not text or text not in _warned
     _warned.add(text)
@@ -198,7 +198,7 @@ class SignalInterrupt(KeyboardInterrupt):
 
 @dataclass
 class _SignalState:
-    """State that decides how a signal is handled; ``asked``: time of the first signal."""
+    """State that decides how a signal is handled; ``asked``: time of the last signal handled."""
 
     training: bool = False
     raises: bool = False
@@ -214,9 +214,9 @@ def mark_training_started() -> None:
 
 
 def install_signal_handlers() -> None:
-    """Installs handlers that stop this process and its children on SIGINT, SIGTERM and SIGUSR1, with one line.
+    """Installs handlers for SIGINT, SIGTERM and SIGUSR1 that print one line and stop this process and its children.
 
-    Call it before heavy imports. Inside ``run_guarded`` the handler raises an exception, elsewhere the process exits at
+    Call it before heavy imports. Inside ``run_guarded`` the handler raises an exception; elsewhere the process exits at
     once. Ignored signals stay ignored until training. A rank also exits when the process that started it is gone.
     """
     sys.excepthook = _write_traceback
@@ -252,7 +252,7 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def _is_agent_gone() -> bool:
-    """Checks whether torchrun's agent was killed before this rank watched it: its address refuses connections."""
+    """Checks whether torchrun's agent is already gone, in which case the agent's address refuses connections."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # otherwise a rank listens at that address
         try:
             socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
@@ -269,7 +269,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     for child in active_children():
         child.terminate()
     stop = SignalInterrupt(number)
-    if first and _state.raises and not _is_fragile(frame):
+    if first and _state.raises and not _is_importing_or_composing(frame):
         raise stop
     if is_main_process():
         os.write(2, f"{stop}\n".encode())  # the interrupted code may be using the stream
@@ -283,7 +283,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 _COMPOSING = ("hydra", "omegaconf", "antlr4")
 
 
-def _is_fragile(frame: FrameType | None) -> bool:
+def _is_importing_or_composing(frame: FrameType | None) -> bool:
     """Checks for a running import or config composition, where an exception could get lost or be replaced."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -295,7 +295,7 @@ def _is_fragile(frame: FrameType | None) -> bool:
 
 @contextmanager
 def handling_signals() -> Iterator[None]:
-    """Handles signals inside the context as ``install_signal_handlers`` says; training installs its own handlers."""
+    """Handles signals inside the context like ``install_signal_handlers``; training installs other handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -419,7 +419,7 @@ def _describe_path_error(error: BaseException) -> str | None:
     if not isinstance(error, OSError):
         return None
     if error.errno == errno.ENAMETOOLONG:
-        return f"a name in this path is too long for the file system: {error.filename}; use a shorter one"
+        return f"a name in this path is too long for the file system: {error.filename}; use a shorter name"
     if error.errno not in (errno.ENOENT, errno.ESTALE):
         return None
     try:

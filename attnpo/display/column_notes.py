@@ -66,7 +66,7 @@ def _describe_column(name: str) -> str:
     if (minus := MINUS.fullmatch(name)) is not None:
         where = f" at KL {minus[2]}" if minus[2] else ""
         return (
-            f"difference in true reward to {minus[1]}{where}, paired by seed and prompt, with 95 % interval; if this "
-            "contains 0, there is no significant difference"
+            f"true reward minus that of {minus[1]}{where}, paired by seed and prompt, with 95 % interval; if "
+            "the interval contains 0, there is no significant difference"
         )
     return NOTES.get(name, "")

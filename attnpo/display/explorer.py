@@ -66,7 +66,7 @@ class WeightScale:
 
     @property
     def relative_error(self) -> float:
-        """Returns the largest relative error of a weight within the scale: half a step."""
+        """Returns the largest relative error of a weight within the scale: half the distance between codes."""
         return 2 ** (self.octaves_per_code / 2) - 1
 
     @classmethod
@@ -104,9 +104,9 @@ def encode_logps(logps: Array) -> tuple[bytes, float]:
 
 
 def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights", note: str = "") -> str:
-    """Renders the explorer of ``pairs`` as one HTML page; ``note`` is a line below its title.
+    """Renders the explorer of ``pairs`` as one HTML page; ``note`` is a line below the title.
 
-    Relative weights are accurate to half a step of their ``WeightScale`` (at most 3.4 %, or 6.8 % if some are
+    Relative weights are accurate to half a step of their ``WeightScale`` (at most 3.4 %, or 6.8 % if some weights are
     negative), as stated on the page; weights of exactly 0 are exact. Log-probabilities are accurate to 1/131068 of the
     lowest one.
 

@@ -130,12 +130,12 @@ def _column_series(
 # ------------------------------------------------------------------------------------------------ drift
 
 Lines = Mapping[str, Mapping[str, Number]]
-"""Values by group number, for each line by name."""
+"""Values by group number, for each named line."""
 
 
 @styled
 def drift_figure(deciles: Lines, places: Lines, path: Path | str) -> Path:
-    """Draws one panel for each non-empty argument; returns the PNG's path."""
+    """Draws KL to the base by weight decile and by position, without empty panels; returns the PNG's path."""
     panels = [
         (title, label, lines)
         for title, label, lines in (

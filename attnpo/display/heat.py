@@ -27,9 +27,9 @@ _MARKS = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
 def make_visible(text: str) -> str:
     """Makes ``text`` safe to display, with marks for line breaks and tabs.
 
-    Control characters become Unicode control pictures (so escape sequences never reach a terminal), bidirectional
-    control characters become [U+202E] and the like, lone surrogates the replacement character, and texts of only spaces
-    visible spaces.
+    Control characters become Unicode control pictures, so that escape sequences never reach a terminal. Bidirectional
+    control characters become [U+202E] and the like, and lone surrogates become the replacement character. In a string
+    of only spaces, the spaces become visible.
     """
     if text and not text.strip(" "):
         return "␣" * len(text)

@@ -70,7 +70,7 @@ def heatmap_terminal(
     """Prints the heat maps of ``pairs`` to ``console``, with both responses side by side from 100 columns on.
 
     ``numbers``: whether to print w * |y| after each token; by default only if the console has no colours. ``paper``:
-    output for a picture on white, where right-to-left lines must be reordered here.
+    whether the output becomes a picture on white, for which right-to-left lines must be reordered here.
     """
     with_numbers = console.color_system is None if numbers is None else numbers
     console.print(_legend_text(paper))

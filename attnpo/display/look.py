@@ -64,7 +64,7 @@ def save_figure(
     w_pad: float | None = None,
     rect: tuple[float, float, float, float] | None = None,
 ) -> Path:
-    """Saves the figure as a PNG and as an SVG next to it, clears it, and returns the PNG's path.
+    """Saves a PNG of the figure and an SVG next to the PNG, clears the figure, and returns the PNG's path.
 
     Creates the folder if needed. The SVG keeps text as text, has a transparent background and uses lighter lines if the
     reader prefers dark pages. The other arguments are those of ``Figure.tight_layout``.
@@ -102,7 +102,7 @@ def add_dark_mode(svg: str) -> str:
 
 @dataclass(frozen=True)
 class ArmStyle:
-    """Style of an arm in every figure; ``note`` is appended to its name."""
+    """Style of an arm in every figure; ``note`` is appended to the arm's name."""
 
     colour: str
     marker: str = "o"
@@ -132,9 +132,9 @@ def make_arm_styles(
 ) -> dict[str, ArmStyle]:
     """Assigns a style to each arm, the same in every figure of a study.
 
-    The ``control`` is black (white on a dark page), dashed and square. Arms in ``altered`` (weights changed by a
-    transform) have hollow markers; arms in ``told`` (which know the true weights) have dotted lines. Colours repeat
-    after twelve arms, with other lines and markers.
+    The ``control`` is black (white on a dark page), with dashed lines and square markers. Arms in ``altered`` (weights
+    changed by a transform) have hollow markers; arms in ``told`` (which know the true weights) have dotted lines.
+    Colours repeat after twelve arms, with other lines and markers.
     """
     looks: dict[str, ArmStyle] = {}
     number = 0
@@ -153,7 +153,7 @@ def make_arm_styles(
 
 @dataclass(frozen=True)
 class ScoreInterval:
-    """Score with the ends of its interval, if any."""
+    """Score with the two ends of a confidence interval, if there is one."""
 
     score: Number
     low: Number = math.nan
@@ -171,11 +171,11 @@ def as_score_interval(value: "ScoreInterval | Number") -> ScoreInterval:
 
 
 def axis_limits(values: Sequence[Number], ends: Sequence[Number] = (), margin: float = 0.06) -> tuple[float, float]:
-    """Returns axis limits that show ``values``, and interval ``ends`` up to one span outside them.
+    """Returns axis limits that show ``values``, and interval ``ends`` up to one span of the values outside them.
 
-    With eight or more values, outliers are ignored, as they would squeeze the others together; they are drawn at the
-    edge instead. An outlier is farther from the quartiles than three times their distance plus a fifth of the larger
-    one.
+    With eight or more values, outliers are ignored, because they would squeeze the other values together; outliers are
+    drawn at the edge instead. An outlier is farther from the nearest quartile than three times the interquartile range
+    plus a fifth of the larger absolute quartile.
     """
     finite = sorted(float(value) for value in values if math.isfinite(value))
     if not finite:
@@ -218,7 +218,7 @@ def draw_interval(
     linewidth: float,
     alpha: float,
 ) -> None:
-    """Draws an interval, if finite, as a bar at position ``at``; ``across``: horizontally."""
+    """Draws a finite interval as a bar at ``at``: a vertical bar, or a horizontal one with ``across``."""
     if math.isfinite(low) and math.isfinite(high):
         ends, places = [low, high], [at, at]
         axes.plot(*((ends, places) if across else (places, ends)), color=color, linewidth=linewidth, alpha=alpha)

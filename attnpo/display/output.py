@@ -62,9 +62,9 @@ def _wrap_note(console: Console, line: str) -> str:
 def split_to_width(console: Console, table: TableBlock) -> list[TableBlock]:
     """Splits a table into parts that fit the console, each with the key columns of its rows.
 
-    Returns the table unchanged if it fits. Numbers are kept whole, with their intervals; row names and texts wider than
-    a third of the console are wrapped at words, and headers to the width of their cells. Among several widths for the
-    names, the one that gives the fewest parts is chosen.
+    Returns the table unchanged if it fits. Numbers are kept whole, with their intervals; row names and text cells wider
+    than a third of the console are wrapped at words, and headers to the width of the cells below. Of several widths for
+    row names, the one that gives the fewest parts is chosen.
     """
     if _table_width(console, table) <= console.width:
         return [table]
@@ -92,7 +92,7 @@ def _count_key_columns(table: TableBlock) -> int:
 
 
 def _group_columns(console: Console, table: TableBlock, naming: int, width: int) -> list[list[int]]:
-    """Returns the columns of each part of a table whose row names are wrapped to ``width``."""
+    """Returns the column indices of parts of a table that fit the console, with row names wrapped to ``width``."""
     names = list(range(naming))
     parts = [names]
     for place in range(naming, len(table.columns)):
@@ -115,7 +115,7 @@ def _select_columns(table: TableBlock, places: Sequence[int], naming: int, width
 
 
 def _wrap_cell(cell: Cell, width: int) -> Cell:
-    """Wraps a text at words without breaking inside brackets; returns numbers unchanged."""
+    """Wraps a text cell at words without breaking inside brackets; returns numbers unchanged."""
     if not isinstance(cell, str) or cell_len(cell) <= width:
         return cell
     kept = re.sub(r"\[[^\[\]]*\]|\([^()]*\)", lambda found: found[0].replace(" ", _KEPT), cell)
@@ -125,11 +125,11 @@ def _wrap_cell(cell: Cell, width: int) -> Cell:
     return "\n".join(lines).replace(_KEPT, " ")
 
 
-_KEPT = "\ue000"  # private-use character: stands for a non-breaking blank
+_KEPT = "\ue000"  # private-use character: marks a non-breaking space
 
 
 def _wrap_headers(table: TableBlock) -> TableBlock:
-    """Wraps headers at words to the width of their cells, as Rich would break words."""
+    """Wraps headers at words to the width of the cells below, because Rich would break words."""
     cells, _ = table.format_cells()
     heads = {
         name: "\n".join(
@@ -143,7 +143,7 @@ def _wrap_headers(table: TableBlock) -> TableBlock:
 
 
 def _table_width(console: Console, table: TableBlock) -> int:
-    """Returns the columns of the terminal that a table needs without wrapping."""
+    """Returns the number of terminal columns that a table needs without wrapping."""
     drawn = table_rich(replace(table, caption=""))
     return Measurement.get(console, console.options.update(width=10_000), drawn).maximum
 
@@ -221,7 +221,7 @@ def tables_to_json(sections: Sequence[Section]) -> str:
 
 
 def read_tables(path: Path) -> list[Section]:
-    """Reads the sections from a file written by ``tables_to_json``; in each, text follows the tables.
+    """Reads the sections from a file written by ``tables_to_json``; in each section, text follows the tables.
 
     Raises:
         UserError: the file has another format.
@@ -246,5 +246,5 @@ def read_tables(path: Path) -> list[Section]:
             for section in parse_json(path.read_text(encoding="utf-8"))["sections"]
         ]
     except (ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"{path}: expected the tables of a study, but cannot read it ({problem!r})") from problem
+        raise UserError(f"{path}: cannot be read as the tables of a study ({problem!r})") from problem
     return sections

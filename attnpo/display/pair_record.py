@@ -22,12 +22,12 @@ Columns = Mapping[str, Float[Tensor, " m"]]
 class WeighedResponse:
     """Response with a weight for each of its m training tokens, the end of turn included.
 
-    ``tokens``: texts with preceding blanks; if several tokens form one character (byte tokens), the first has the text
-    and the others have "". ``offsets``: half-open character ranges of ``text``, empty for the end of turn; () if
-    unknown. ``length``: |y| as the source counts it, 1 for factors. ``coverage``: share of tokens with characters that
-    match a source token. ``source_coverage`` and ``kept_mass``: shares of the source's tokens and of its weights that
-    reached training tokens. NaN if unknown. ``scores``: further numbers per token, such as log-probabilities "logp"
-    (policy) and "reference_logp".
+    ``tokens``: the string of each token, including preceding whitespace; if several tokens form one character (byte
+    tokens), the first has the character and the others have "". ``offsets``: half-open character ranges of ``text``,
+    empty for the end of turn; () if unknown. ``length``: |y| as the source counts it, 1 for factors. ``coverage``:
+    share of tokens with characters that match a source token. ``source_coverage`` and ``kept_mass``: shares of the
+    source's tokens and of the source's weights that reached training tokens. All three shares are NaN if unknown.
+    ``scores``: further values per token, e.g. the log-probabilities "logp" (policy) and "reference_logp".
     """
 
     text: str
@@ -46,7 +46,7 @@ class WeighedResponse:
         counts |= {"offsets": len(self.offsets)} if self.offsets else {}
         for name, count in counts.items():
             if count != len(self.tokens):
-                raise UserError(f"{name}: expected one for each of the {len(self.tokens)} tokens, got {count}")
+                raise UserError(f"{name}: expected one value for each of the {len(self.tokens)} tokens, got {count}")
 
     @property
     def relative(self) -> Float[Tensor, " m"]:
@@ -94,7 +94,7 @@ class WeighedResponse:
         return [(" ".join(make_visible(text).split()) or "(empty)", relative) for text, _, relative in ranked[:count]]
 
     def summary(self) -> str:
-        """Describes the number of tokens, the shares that arrived and the effective number of weights."""
+        """Describes the number of tokens, the shares aligned with the source and the effective number of weights."""
         count, effective = len(self.tokens), self.num_effective
         parts = [f"{count} token" + ("" if count == 1 else "s")]
         named = ("coverage", self.coverage), ("source coverage", self.source_coverage), ("kept mass", self.kept_mass)
@@ -181,8 +181,8 @@ class Verdict:
 class PairRecord:
     """Both responses of a pair with their training weights, and the judge's verdicts.
 
-    ``verdicts``: one per order of the answers, the first with the chosen response as answer A. ``note``: a line such as
-    the weight source and its layer.
+    ``verdicts``: one per order of the answers, the first with the chosen response as answer A. ``note``: a line of
+    text, e.g. the weight source and the layer.
     """
 
     pair: PreferencePair

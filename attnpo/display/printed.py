@@ -1,8 +1,8 @@
-"""Comparison with published numbers: tables with key columns, tables of a paper from CSV files, and their join.
+"""Comparison with published numbers: reads a paper's tables from CSV files and joins them with ours by key columns.
 
 Our tables stay as they are. A joined table has the published rows with our matching rows. For each column present in
-both it has our number, the published number and, unless both are integers such as ranks, the difference ours minus
-published. Missing values are None in the rows, and dashes for display (``format_missing``).
+both it has our number, the published number and, unless both are integers such as ranks, the difference (ours minus
+published). Missing values are None in the rows and shown as dashes (``format_missing``).
 """
 
 import csv
@@ -22,9 +22,9 @@ DASH = "-"
 class KeyedTable:
     """Table whose rows are identified by ``keys``; the last key names the item (a token, a side, an arm).
 
-    ``group``: column that only our table has (such as the kind of weights); each of its values is joined with all
-    published rows. ``digits``: decimals by column. ``reading``: the table for display, if it differs from the full
-    numbers, such as several numbers in a cell, rounded as in a paper.
+    ``group``: column that only our table has (e.g. the kind of weights); the rows of each group are joined with all
+    published rows. ``digits``: decimals by column. ``reading``: the table to display instead of the full numbers, e.g.
+    with several rounded numbers per cell as in a paper.
     """
 
     name: str
@@ -54,13 +54,13 @@ def read_published_table(path: Path, keys: Sequence[str], names: Mapping[str, st
     to our column names.
 
     Raises:
-        UserError: the file is not such a table.
+        UserError: the file is not a CSV table with a header line.
     """
     try:
         lines = list(csv.reader(StringIO(path.read_text(encoding="utf-8-sig"), newline=""), strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else problem
-        raise UserError(f"printed={path}: expected a CSV file with a header line, but: {reason}") from problem
+        raise UserError(f"printed={path}: cannot be read as a CSV file with a header line ({reason})") from problem
     lines = [line for line in lines if any(cell.strip() for cell in line)]
     if len(lines) < 2:
         raise UserError(f"printed={path}: expected a header line and at least one row, got {len(lines)} lines")
@@ -69,7 +69,7 @@ def read_published_table(path: Path, keys: Sequence[str], names: Mapping[str, st
         raise UserError(f"printed={path}: expected unique names for all columns, got {', '.join(lines[0])}")
     for number, line in enumerate(lines[1:], start=2):
         if len(line) != len(head):
-            raise UserError(f"printed={path}: line {number} has {len(line)} cells, the header has {len(head)}")
+            raise UserError(f"printed={path}: line {number} has {len(line)} cells, but the header has {len(head)}")
     columns: dict[str, Sequence[Cell]] = {}
     digits: dict[str, int] = {}
     for name, cells in zip(head, zip(*lines[1:], strict=True), strict=True):
@@ -98,7 +98,7 @@ def find_matching_table(tables: Sequence[KeyedTable], printed: PublishedTable) -
     """Returns the index of the table that shares the most number columns with ``printed``.
 
     Raises:
-        UserError: no table shares any.
+        UserError: no table shares a number column.
     """
     shared = [
         len(set(table.columns) & set(printed.columns) - set(table.keys)) * bool(set(table.keys) & set(printed.columns))
@@ -113,10 +113,10 @@ def find_matching_table(tables: Sequence[KeyedTable], printed: PublishedTable) -
 
 
 def join_published(table: KeyedTable, printed: PublishedTable, *, fold: bool = False) -> KeyedTable:
-    """Joins published rows with our matching rows, separately for each group of ours.
+    """Joins published rows with our matching rows, separately for each of our groups.
 
-    Rows match if the key columns present in both are equal. ``fold``: ignore case in keys, for names (never for
-    tokens).
+    Rows match if the key columns present in both are equal. ``fold``: whether to ignore case in keys, which is right
+    for names but not for tokens.
 
     Raises:
         UserError: no key column is shared.
@@ -180,18 +180,18 @@ def has_same_keys(
 
 
 def file_label(path: Path) -> str:
-    """Returns the folder and name of a file, as a label in notes and titles."""
+    """Returns a file's name with its parent folder, as a label in notes and titles."""
     return "/".join(path.parts[-2:])
 
 
 def unmatched_columns(table: KeyedTable) -> list[str]:
-    """Returns the columns of a joined table that have published numbers but none of ours."""
+    """Returns the columns of a joined table that have published numbers but no numbers of ours."""
     names = [name.removesuffix(PRINTED) for name in table.columns if name.endswith(PRINTED)]
     return [name for name in names if all(row.get(name) is None for row in table.rows)]
 
 
 def format_missing(table: KeyedTable) -> KeyedTable:
-    """Returns the table for display: its ``reading``, or with dashes for missing numbers."""
+    """Returns the table for display: ``table.reading`` if set, otherwise ``table`` with dashes for missing numbers."""
     if table.reading is not None:
         return table.reading
     compared = [name.removesuffix(PRINTED) for name in table.columns if name.endswith(PRINTED)]

@@ -61,7 +61,7 @@ class TableBlock:
 
 
 def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
-    """Formats a cell: floats with ``digits`` decimals, integers as they are, None as an empty text.
+    """Formats a cell: floats with ``digits`` decimals, integers as they are, None as an empty string.
 
     A non-zero float that would be printed as zero (a learning rate among win rates) is written as 5.0e-07.
     """

@@ -1,4 +1,4 @@
-"""Terminal tables of pairs: both responses side by side, one line per token with one number."""
+"""Terminal tables of pairs: both responses side by side, one token and its number per line."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _DIGITS = {"relative": ".2f", "weight": ".4f", "logp": ".3f", "reference_logp": 
 
 
 def print_pairs(pairs: Sequence[WeighedPair], column: str, console: Console) -> None:
-    """Prints the pairs with the numbers of ``column`` to ``console``, across its full width."""
+    """Prints the pairs with the numbers of ``column`` to ``console``, at full width."""
     previous = None
     for pair in pairs:
         if pair.pair.pair_id != previous:
@@ -38,7 +38,7 @@ def print_pairs(pairs: Sequence[WeighedPair], column: str, console: Console) -> 
         for line in pair.round_summaries:
             console.print(Text(make_visible(line), style="dim"))
         console.print(_make_table(pair, column))
-    console.print(Text(f"{column}: {MEANING[column]}. Underlined: no partner in the judge's prompt.", style="dim"))
+    console.print(Text(f"{column}: {MEANING[column]}. Underlined: no match in the judge's prompt.", style="dim"))
 
 
 def _print_head(one: WeighedPair, console: Console) -> None:
@@ -50,7 +50,9 @@ def _print_head(one: WeighedPair, console: Console) -> None:
     for name, side in one.sides:
         console.print(Text(f"{name}: {side.summary()}", style="dim"))
     for number, trace in enumerate(one.traces, 1):
-        console.print(Text(f"the judge's trace in round {number}: ", style="bold") + Text(make_readable(trace)))
+        console.print(
+            Text(f"the judge's reasoning trace in round {number}: ", style="bold") + Text(make_readable(trace))
+        )
 
 
 def _make_table(pair: WeighedPair, column: str) -> Table:
@@ -82,7 +84,7 @@ def _format_tokens(side: WeighedResponse, column: str) -> list[tuple[Text, Text]
 
 
 def _format_number(value: float, column: str) -> str:
-    """Formats ``value`` for the column; rounding noise and anything printed as 0 have no sign."""
+    """Formats ``value`` for the column; rounding errors and numbers that round to 0 have no sign."""
     said = f"{0.0 if abs(value) < _NOTHING else value:{_DIGITS.get(column, '+.3g')}}"
     return said.lstrip("+-") if float(said) == 0 else said
 

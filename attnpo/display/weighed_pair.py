@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class WeighedToken(NamedTuple):
     """One training token of a response, as a table row.
 
-    ``start``, ``end``: its characters in the response (empty for the end of turn). ``relative``: weight times |y|, 1 if
-    uniform. ``matched``: whether it matches a token of the weight source.
+    ``start``, ``end``: the token's character range in the response (empty for the end of turn). ``relative``: weight
+    times |y|, 1 if uniform. ``matched``: whether the token matches a token of the weight source.
     """
 
     pair_id: str
@@ -88,8 +88,9 @@ class WeighedPair(_PairViews, PairRecord):
     """Pair with token weights that can be displayed, saved and recomputed at other layers.
 
     ``layer``: number of the layer, None for sources without layers. ``captured``: raw weights on the source's tokens.
-    ``again``: recomputes the weights at another layer or for one round. ``view``: names of these weights, if several
-    are shown. ``traces``: traces that the judge wrote before its verdicts.
+    ``again``: recomputes the weights at another layer or for one round. ``view``: names that tell these weights from
+    others of the pair, if several sets are shown. ``traces``: reasoning traces that the judge wrote before the
+    verdicts.
     """
 
     layer: int | None = None
@@ -103,7 +104,7 @@ class WeighedPair(_PairViews, PairRecord):
         return (self,)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns one mapping per token, chosen first: pair, view, token, characters, and numbers."""
+        """Returns one mapping per token, chosen response first: pair, view, token, character range and numbers."""
         found = []
         for name, side in self.sides:
             columns = {column: values.tolist() for column, values in side.columns.items()}
@@ -128,10 +129,10 @@ class WeighedPair(_PairViews, PairRecord):
     def at(self, layer: int | str | None = None, *, round: int | None = None) -> "WeighedPair":
         """Returns the same pair at another layer, or for one judge round (1: chosen is A, 2: chosen is B).
 
-        Uses the same forward pass of the judge.
+        Needs no further forward pass of the judge.
 
         Raises:
-            UserError: the layer or round was not read.
+            UserError: the layer or round was not captured.
         """
         if self.again is None:
             raise UserError(f"pair {self.pair.pair_id}: weights of other layers were not kept")
@@ -217,8 +218,8 @@ def pair_with_weights(
         pair: texts of prompt and responses.
         example: training ids with character ranges, and weights.
         decode: returns the text of a single token id, for tokens without characters (end of turn) and verdicts.
-        captured: the source's rounds, for their verdicts.
-        scores: further numbers per token, chosen and rejected.
+        captured: the source's weights by judge round, from which the verdicts are taken.
+        scores: further values per token by name, for the chosen and the rejected response.
     """
     chosen, rejected = (
         WeighedResponse(
@@ -247,7 +248,7 @@ def pair_with_weights(
 
 
 def _iter_token_texts(text: str, encoded: EncodedResponse, decode: Callable[[int], str]) -> Iterator[str]:
-    """Yields each token's text, with preceding characters that offsets skip, such as blanks."""
+    """Yields each token's text, with preceding characters that no offsets cover, e.g. spaces."""
     shown = 0
     for token_id, (start, end) in zip(encoded.response_ids, encoded.offsets, strict=True):
         yield decode(token_id) if end <= start else text[shown : max(shown, end)]

@@ -107,14 +107,14 @@ def test_files_that_are_no_table_are_refused(tmp_path: Path) -> None:
         "": "expected a header line and at least one row, got 0 lines",
         "a,b\n": "got 1 lines",
         "a,a\n1,2\n": "expected unique names for all columns, got a, a",
-        "a,b\n1\n": "line 2 has 1 cells, the header has 2",
+        "a,b\n1\n": "line 2 has 1 cells, but the header has 2",
     }
     for text, message in cases.items():
         with pytest.raises(UserError, match=message):
             read_published_table(printed(tmp_path, text), KEYS)
     (tmp_path / "x.csv").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path / "x.csv", tmp_path):
-        with pytest.raises(UserError, match="expected a CSV file with a header line, but"):
+        with pytest.raises(UserError, match="cannot be read as a CSV file with a header line"):
             read_published_table(path, KEYS)
 
 

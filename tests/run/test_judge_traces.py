@@ -234,7 +234,7 @@ def test_the_account_of_a_run_and_show_has_them(
     _, prompts = prompts_of(world, thinking.words)
     for number, prompt in enumerate(prompts[pairs_of(world)[0].pair_id], 1):
         text = re.sub(r"\s+", " ", traces[trace_key(prompt.input_ids)].text)
-        assert f"the judge's trace in round {number}: {text}" in told
+        assert f"the judge's reasoning trace in round {number}: {text}" in told
     assert f"after the judge's trace and '{PREFILL}'" in told and len(asked) == calls
 
 
