@@ -1,1 +1,1 @@
-"""Preference data: pairs read from datasets, batches for whole optimizer steps, and the Lightning data module."""
+"""Reads preference pairs from datasets and batches them by whole optimizer steps for a Lightning data module."""

@@ -3,16 +3,16 @@
 Defines the formats and the reasons for rejecting a row; reads no files. Supported formats:
 
 =========================  =====================================================================================
-full conversations         ``chosen``, ``rejected`` = all messages, the last one is the response; ``prompt`` is
-                           absent, or a text found in the shared messages (HuggingFaceH4/ultrafeedback_binarized)
-prompt as messages         ``prompt`` = messages, ``chosen``, ``rejected`` = the turns after it (or all messages)
-text prompt, messages      ``prompt`` = text, ``chosen``, ``rejected`` = messages that begin with the assistant
-plain text                 ``prompt``, ``chosen``, ``rejected`` = texts; the prompt becomes one user turn
-labelled dialogue          texts with "Human:" and "Assistant:" labels, with or without a ``prompt`` text
-plain text, shared start   ``chosen``, ``rejected`` = texts without labels; their common prefix becomes one user turn
+full conversations         ``chosen``, ``rejected`` = all messages, the last of which is the response; ``prompt``
+                           is absent or repeats one of the shared messages (HuggingFaceH4/ultrafeedback_binarized)
+prompt as messages         ``prompt`` = messages, ``chosen``, ``rejected`` = the turns that follow (or all)
+text prompt, messages      ``prompt`` = string; ``chosen``, ``rejected`` = messages, the first from the assistant
+plain text                 ``prompt``, ``chosen``, ``rejected`` = strings; the prompt becomes one user turn
+labelled dialogue          strings with "Human:" and "Assistant:" labels, with or without a ``prompt`` string
+plain text, shared start   ``chosen``, ``rejected`` = unlabelled strings; their common prefix becomes a user turn
 =========================  =====================================================================================
 
-In every format a message's content may also be a list of parts; if all parts are text, they are joined.
+In every format a message's content may also be a list of parts; if all parts are text, they are joined into one string.
 """
 
 import re
@@ -28,7 +28,7 @@ from attnpo.text.traces import TraceHandling, add_trace, has_trace, is_unclosed,
 
 
 class Reason(StrEnum):
-    """Reason why a row cannot become a pair."""
+    """Reason why a row cannot be converted to a pair."""
 
     MISSING = "value is missing"
     NOT_TEXT = "content is not text"
@@ -46,7 +46,7 @@ class Reason(StrEnum):
 
 
 class Note(StrEnum):
-    """Remark about a row that was kept."""
+    """Remark about a row that was kept as a pair."""
 
     EMPTY = "empty response kept"
     STRIPPED = "reasoning trace stripped"
@@ -61,7 +61,7 @@ class Note(StrEnum):
 
 
 class RowError(Exception):
-    """Error for a row that cannot become a pair, with the ``reason``."""
+    """Error for a row that cannot be converted to a pair; ``reason`` says why."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason.value)
@@ -72,12 +72,12 @@ class RowError(Exception):
 class Columns:
     """Column names of a dataset, and the key names within a message.
 
-    ``prompt``: prompt column; None if there is none. A column with the default name may be absent from the data.
-    ``system``: column with the text of a system message, blank or missing in rows without one. ``input``: column with
-    text appended to a text prompt on a new line (Alpaca's format), blank or missing in rows without one. ``tools``:
-    column with the functions that may be called, as a list of schemas or its JSON text, missing or empty in rows
-    without any. ``role`` and ``content``: keys of one message ("from" and "value" in ShareGPT files, whose roles
-    "human" and "gpt" are understood). ``traces``: handling of reasoning traces, i.e. the assistant's
+    ``prompt``: prompt column; None if the data have none. A column with the default name may be absent from the data.
+    ``system``: column with the text of a system message; empty or missing in rows without a system message. ``input``:
+    column with text that is appended to a text prompt on a new line (Alpaca's format); may be empty or missing.
+    ``tools``: column with the functions that the assistant may call, as a list of schemas or as JSON; empty or missing
+    in rows without functions. ``role`` and ``content``: keys of a message (ShareGPT files use "from" and "value"; the
+    ShareGPT roles "human" and "gpt" are understood). ``traces``: handling of reasoning traces, i.e. the assistant's
     ``reasoning_content`` or ``<think>...</think>`` at the beginning of a response.
     """
 
@@ -92,7 +92,7 @@ class Columns:
     traces: TraceHandling = TraceHandling.KEEP
 
     def find_unmapped(self, names: Iterable[str]) -> list[str]:
-        """Returns the columns among ``names`` that no option maps, in their original order."""
+        """Returns the columns in ``names`` that no option maps, in the order of ``names``."""
         mapped = {self.prompt, self.chosen, self.rejected, self.system, self.input, self.tools}
         return [name for name in names if name not in mapped]
 
@@ -100,8 +100,8 @@ class Columns:
         """Checks that the mapped columns exist.
 
         Raises:
-            UserError: a column is missing; the message lists the columns present, those expected and the options to map
-                them.
+            UserError: a column is missing; the message lists the columns found, the columns expected and the options
+                that map columns.
         """
         names = ("chosen", "rejected", "system", "input", "tools")
         wanted: dict[str, str | None] = {name: getattr(self, name) for name in names}
@@ -112,7 +112,7 @@ class Columns:
 
 
 def check_columns(wanted: Mapping[str, str | None], present: Iterable[str], where: str, expected: str) -> None:
-    """Checks that every ``wanted`` column (by its key in ``Columns``) is among those ``present``.
+    """Checks that every ``wanted`` column is ``present``; ``wanted`` maps keys of ``Columns`` to column names.
 
     Raises:
         UserError: a column is missing.
@@ -126,13 +126,13 @@ def check_columns(wanted: Mapping[str, str | None], present: Iterable[str], wher
         remark = " These are single labelled answers, as in KTO: put two answers to one prompt in each row." * unpaired
         raise UserError(
             f"{where} has no column {absent}; columns found: {', '.join(map(shorten, names)) or 'none'}; {expected}."
-            f"{remark} Set them with {options}"
+            f"{remark} Set the column names with {options}"
         )
 
 
 @dataclass(frozen=True)
 class AdaptedRow:
-    """Pair made from one row, with notes about anything unusual."""
+    """Pair made from one row, with notes about anything unusual in the row."""
 
     pair: PreferencePair
     notes: tuple[Note, ...] = ()
@@ -144,7 +144,7 @@ def adapt_row(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
     Columns that are neither mapped nor lists of messages go to ``extra``.
 
     Raises:
-        RowError: the row is not a usable pair; carries one of the fixed reasons.
+        RowError: the row is not a usable pair; ``reason`` says why.
         UserError: a mapped column does not exist.
     """
     columns.check(row)
@@ -200,7 +200,7 @@ class _Turns:
 
 
 def _is_prompt_repeated(turns: _Turns) -> bool:
-    """Tells whether both responses begin with the text of the last turn, if it has at least two words."""
+    """Tells whether the last prompt turn has at least two words and both responses begin with its text."""
     asked = turns.history[-1]["content"].strip()
     return " " in asked and all(text.lstrip().startswith(asked) for text in (turns.chosen, turns.rejected))
 
@@ -238,7 +238,7 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def _join_text_parts(content: object) -> object:
-    """Joins a list of text parts, as in multimodal chats, to one text; returns anything else unchanged."""
+    """Joins a list of text parts, as in multimodal chats, into one string; returns anything else unchanged."""
     parts = content if isinstance(content, Sequence) and not isinstance(content, str | bytes) else ()
     if not parts or not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
         return content
@@ -257,7 +257,7 @@ def _parse_messages(value: object, columns: Columns) -> list[Message]:
 
 
 def _parse_turn(role: str, cell: Mapping[str, object], columns: Columns) -> Message:
-    """Parses one message; the content may be missing if the message only calls tools."""
+    """Parses one message, whose content may be missing if the message only calls tools."""
     content, of_assistant = cell.get(columns.content), role == "assistant"
     calls = _parse_functions(cell.get("tool_calls"), Reason.MALFORMED) if of_assistant else None
     if content is None and of_assistant and not calls and cell.get("function_call"):
@@ -277,7 +277,7 @@ def _parse_turn(role: str, cell: Mapping[str, object], columns: Columns) -> Mess
 
 
 def _parse_functions(value: object, reason: Reason) -> str | None:
-    """Returns functions or function calls as JSON text, None if empty; raises RowError(``reason``) if malformed."""
+    """Returns functions or function calls as JSON; None if empty. Raises RowError(``reason``) if malformed."""
     try:
         text = functions_to_json(value)
     except ValueError as problem:
@@ -286,7 +286,7 @@ def _parse_functions(value: object, reason: Reason) -> str | None:
 
 
 def _parse_cell(value: object, columns: Columns) -> str | list[Message]:
-    """Parses a table cell: a text, or messages."""
+    """Parses a table cell that contains a string or messages."""
     return _check_text(value) if isinstance(value, str) else _parse_messages(value, columns)
 
 
@@ -302,9 +302,9 @@ def _is_message_list(value: object, columns: Columns) -> bool:
 
 
 def _turns_from_messages(prompt: str | list[Message] | None, chosen: list[Message], rejected: list[Message]) -> _Turns:
-    """Splits two message lists into shared history and responses.
+    """Splits two message lists into the shared history and the two responses.
 
-    If a text prompt only repeats one of the turns, the message lists take precedence.
+    A text prompt that only repeats one of the turns is ignored.
     """
     if not chosen or not rejected:
         raise RowError(Reason.MALFORMED)
@@ -330,7 +330,7 @@ def _response_text(turn: Message) -> str:
 
 
 def _apply_trace_rule(turns: _Turns, traces: TraceHandling) -> tuple[_Turns, Note | None]:
-    """Applies the rule for reasoning traces; returns the turns and a note if a response was affected."""
+    """Applies ``columns.traces`` to the responses; also returns a note if a response had a reasoning trace."""
     both = (turns.chosen, turns.rejected)
     if any(map(is_unclosed, both)):
         raise RowError(Reason.UNCLOSED)
@@ -342,7 +342,7 @@ def _apply_trace_rule(turns: _Turns, traces: TraceHandling) -> tuple[_Turns, Not
 
 
 def _full_conversation(prompt: list[Message], turns: list[Message]) -> list[Message]:
-    """Returns the whole conversation, whether or not ``turns`` repeats the prompt."""
+    """Returns the prompt followed by ``turns``, which may already begin with the prompt."""
     return turns if prompt and turns[: len(prompt)] == prompt else [*prompt, *turns]
 
 
@@ -375,7 +375,7 @@ _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 
 def _turns_from_texts(prompt: str | list[Message] | None, chosen: str, rejected: str) -> tuple[_Turns, bool]:
-    """Splits two texts into history and responses; also tells whether the shared prefix became the prompt."""
+    """Splits two strings into history and responses; also tells whether the shared prefix became the prompt."""
     if isinstance(prompt, list):
         return _Turns(prompt, chosen, rejected), False
     if prompt is not None and not _ends_with_assistant_label(prompt):
@@ -401,7 +401,7 @@ def _is_dialogue(text: str) -> bool:
 
 
 def _parse_dialogue(text: str) -> list[Message]:
-    """Returns the turns of a labelled dialogue, stripped of surrounding blanks."""
+    """Returns the turns of a labelled dialogue, without surrounding whitespace."""
     labels = list(_LABEL.finditer(text))
     ends = [*(label.start() for label in labels[1:]), len(text)]
     return [
@@ -411,7 +411,7 @@ def _parse_dialogue(text: str) -> list[Message]:
 
 
 def _shared_prefix_length(first: str, second: str) -> int:
-    """Returns the length of the common prefix, shortened so that it splits no word."""
+    """Returns the length of the common prefix, shortened so that the prefix ends at a word boundary."""
     differs = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     cut = next(differs, min(len(first), len(second)))
     while cut > 0 and (_is_inside_word(first, cut) or _is_inside_word(second, cut)):

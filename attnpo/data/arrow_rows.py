@@ -1,7 +1,7 @@
-"""Pairs, training ids and training examples as rows of Arrow tables, read lazily and without copying.
+"""Stores pairs, training ids and training examples as rows of Arrow tables, read lazily and without copying.
 
-Defines the table schemas and both directions of the conversion; does no file I/O. Tables may be memory-mapped. Each
-access to a row builds a new object, which is not cached.
+Defines the table schemas and converts objects to rows and rows to objects; does no file I/O. Tables may be
+memory-mapped. Each access to a row builds a new object, which is not cached.
 """
 
 import json
@@ -58,7 +58,7 @@ LOGPS = pa.schema({f"{side}_logps": pa.list_(pa.float32()) for side in SIDES})
 
 
 class RaggedColumn:
-    """Column of lists of numbers; each list is read as an array without copying."""
+    """Column whose cells are lists of numbers; each list is read as an array without copying."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         chunks = [chunk for chunk in column.chunks if len(chunk)]
@@ -88,7 +88,7 @@ class RaggedColumn:
 
 
 class ArrowRowWriter:
-    """Buffers rows and writes them as record batches of ``AT_ONCE`` rows; call ``flush`` at the end."""
+    """Buffers rows and writes them as record batches of ``AT_ONCE`` rows; call ``flush`` after the last row."""
 
     def __init__(self, schema: pa.Schema, write: Callable[[pa.RecordBatch], object]) -> None:
         self._schema, self._write, self.count = schema, write, 0
@@ -159,7 +159,7 @@ def pair_to_row(pair: PreferencePair) -> dict[str, object]:
 
 
 class PairRows(LazyRows[PreferencePair]):
-    """Pairs of a table, optionally only those at the indices ``rows``."""
+    """Pairs of a table; if ``rows`` is given, only the pairs at these indices."""
 
     def __init__(self, table: pa.Table, rows: npt.NDArray[np.int64] | None = None) -> None:
         self._table, self._rows = table, rows
@@ -175,7 +175,7 @@ class PairRows(LazyRows[PreferencePair]):
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of the texts in bytes."""
+        """Returns the size of all strings in bytes."""
         return int(self._pairs.nbytes)
 
     def select(self, rows: Counts) -> "PairRows":
@@ -209,7 +209,7 @@ class ConcatenatedPairs(LazyRows[PreferencePair]):
 
 
 class PairSubset(LazyRows[PreferencePair]):
-    """Pairs at the given positions, in that order."""
+    """Pairs at the given positions of another sequence, in the order of the positions."""
 
     def __init__(self, pairs: Sequence[PreferencePair], places: Sequence[int]) -> None:
         self._pairs, self._places = pairs, places
@@ -228,7 +228,7 @@ class PairSubset(LazyRows[PreferencePair]):
 
 
 def find_pairs(pairs: Sequence[PreferencePair], ids: Collection[str]) -> dict[str, PreferencePair]:
-    """Returns the pairs with the given ids, by id; reads no other rows of a table."""
+    """Returns the pairs with the given ids, by id; in a table, reads only the rows of these pairs."""
     wanted = set(ids)
     return {pair_id: pairs[place] for place, pair_id in enumerate(list_pair_ids(pairs)) if pair_id in wanted}
 
@@ -237,7 +237,7 @@ def find_pairs(pairs: Sequence[PreferencePair], ids: Collection[str]) -> dict[st
 
 
 def encoded_to_row(row: int, prompt: str, sides: Mapping[str, EncodedResponse]) -> dict[str, object]:
-    """Converts the training ids of pair number ``row`` to a table row; ``prompt`` is the digest of its prompt."""
+    """Converts a pair's training ids to a table row; ``row`` is the pair's index, ``prompt`` its prompt's digest."""
     chosen, rejected = (sides[side] for side in SIDES)
     shared = chosen.prompt_ids == rejected.prompt_ids
     found: dict[str, object] = {"row": row, "prompt": prompt, "shared": shared}
@@ -250,7 +250,7 @@ def encoded_to_row(row: int, prompt: str, sides: Mapping[str, EncodedResponse]) 
 
 
 class EncodedRows(LazyRows[dict[str, EncodedResponse]]):
-    """Training ids of pairs by side, stored in a table with the schema ``ENCODED``."""
+    """Training ids of pairs by side, read from a table with the schema ``ENCODED``."""
 
     def __init__(self, table: pa.Table) -> None:
         self.rows: Counts = table.column("row").to_numpy()
@@ -290,9 +290,9 @@ class EncodedRows(LazyRows[dict[str, EncodedResponse]]):
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Token counts of pairs: prompts and responses by side (chosen, rejected).
+    """Token counts of the prompts and responses of pairs, by side (chosen, rejected).
 
-    ``shared``: whether both sides of a pair have the same prompt ids.
+    ``shared``: for each pair, whether both sides have the same prompt ids.
     """
 
     prompts: tuple[Counts, Counts]
@@ -301,7 +301,7 @@ class TokenCounts:
 
     @property
     def branch_tokens(self) -> Counts:
-        """Returns the tokens of prompt and response together, shape [2, pairs]."""
+        """Returns the token counts of prompt and response together, shape [2, pairs]."""
         return np.stack([prompt + response for prompt, response in zip(self.prompts, self.responses, strict=True)])
 
     @property
@@ -317,7 +317,7 @@ class TokenCounts:
 
 
 def count_row_tokens(rows: Sequence[TrainingExample] | Sequence[Mapping[str, EncodedResponse]]) -> TokenCounts:
-    """Returns the token counts of examples, or of training ids by side; reads no table row."""
+    """Returns the token counts of examples, or of training ids by side; builds no row of a table."""
     if isinstance(rows, EncodedRows | ExampleRows):
         return rows.token_counts()
     both = [row.sides if isinstance(row, TrainingExample) else tuple(row[side] for side in SIDES) for row in rows]
@@ -344,10 +344,10 @@ def example_to_row(row: int, example: TrainingExample) -> dict[str, object]:
 
 @dataclass(eq=False)
 class ExampleRows(LazyRows[TrainingExample]):
-    """Training examples whose weights are in a table with the schema of ``weights_schema``.
+    """Training examples whose weights are stored in a table with the schema of ``weights_schema``.
 
-    ``encoded``: their training ids. ``ids``: pair ids. ``name``: identifier of the weights, unique to them. ``logps``:
-    the reference's log-probabilities, one row per example, if stored.
+    ``encoded``: training ids of the examples. ``ids``: pair ids. ``name``: unique identifier of these weights.
+    ``logps``: log-probabilities from the reference, one row per example, if stored.
     """
 
     weighed: pa.Table
@@ -414,12 +414,12 @@ class ExampleRows(LazyRows[TrainingExample]):
 
 
 def get_pair_ids(examples: Sequence[TrainingExample]) -> list[str]:
-    """Returns the pair id of each example; reads no table row."""
+    """Returns the pair id of each example; builds no row of a table."""
     return examples.pair_ids if isinstance(examples, ExampleRows) else [example.pair_id for example in examples]
 
 
 def get_pair_weights(examples: Sequence[TrainingExample]) -> npt.NDArray[np.float64]:
-    """Returns the weight of each pair; reads no table row."""
+    """Returns the weight of each pair; builds no row of a table."""
     if isinstance(examples, ExampleRows):
         return examples.pair_weights
     return np.array([example.pair_weight for example in examples], dtype=np.float64)

@@ -1,7 +1,8 @@
-"""Sources of preference pairs: files, folders of files or the Hugging Face hub.
+"""Reads preference pairs from files, folders of files or the Hugging Face hub.
 
 ``attnpo.data.tables`` reads the tables and ``attnpo.data.adapters`` converts rows to pairs. No row is dropped silently:
-``read == num_kept + num_dropped`` holds for every ``PairSet``, with a reason and the first row numbers for each drop.
+``read == num_kept + num_dropped`` is true for every ``PairSet``, which also lists each reason for dropping rows with
+the first row numbers.
 """
 
 import logging
@@ -31,7 +32,7 @@ _LIKE_WEIGHTS = re.compile(r"weight|mask|importance|salien", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 SET = "data.mix"
-"""Key in a pair's ``extra`` for the name of its set in a mixture."""
+"""Key in ``extra`` of a mixture's pairs whose value is the name of the pair's set."""
 AMOUNTS = ("weight", "count")
 
 
@@ -40,7 +41,7 @@ AMOUNTS = ("weight", "count")
 
 @dataclass(frozen=True)
 class SetCounts:
-    """Row counts of one set of a mixture: read, kept as pairs, dropped, and taken into the mixture."""
+    """Counts of a mixture set's rows: read, kept as pairs, dropped, and taken into the mixture."""
 
     path: str
     read: int
@@ -56,11 +57,11 @@ class SetCounts:
 class PairSet:
     """Pairs of one split in row order, with counts that account for every row.
 
-    ``counts``: dropped rows per reason. ``notes``: remarks on kept rows (duplicates, an empty side) with their counts.
-    ``read``: number of rows read. ``examples``: for each reason and note, the numbers of the first three rows
-    concerned; the first row of the split is row 0. ``unused``: table columns used for neither prompt nor responses; a
-    pair's ``extra`` holds their values. ``sets``: for a mixture, the row counts of each set by name; reasons and notes
-    then start with the set's name. ``written``: number of pairs passed on instead of being held in memory. ``known``:
+    ``counts``: number of dropped rows per reason. ``notes``: number of kept rows per remark (duplicates, an empty
+    side). ``read``: number of rows read. ``examples``: for each reason and note, the first three rows concerned,
+    counted from 0 in the split. ``unused``: table columns used for neither prompt nor responses; the values are in
+    ``extra`` of each pair. ``sets``: for a mixture, the row counts of each set by name; reasons and notes then start
+    with the set's name. ``written``: number of pairs passed to ``write`` instead of being kept in memory. ``known``:
     the fingerprint if it was computed before.
     """
 
@@ -89,7 +90,7 @@ class PairSet:
 
     @property
     def fingerprint(self) -> str:
-        """Returns a digest of the ordered pair ids and, in a mixture, of their set names."""
+        """Returns a digest of the ordered pair ids and, in a mixture, of the set name of each pair."""
         if self.known is not None:
             return self.known
         if self.sets:
@@ -97,7 +98,7 @@ class PairSet:
         return digest(list_pair_ids(self.pairs))
 
     def summary(self) -> str:
-        """Returns one line with all counts and the first row numbers of each reason and note."""
+        """Returns one line with all counts and, for each reason and note, the first row numbers."""
         events = [*sorted(self.counts.items()), *sorted(self.notes.items())]
         parts = [format_count(name, count, self.examples.get(name, ())) for name, count in events]
         parts += ["the first row is row 0"] if parts else []
@@ -105,7 +106,7 @@ class PairSet:
 
 
 def log_unused_columns(pairs: PairSet, read: Collection[str] = ()) -> None:
-    """Logs columns that nothing uses; warns if a name suggests token or pair weights.
+    """Logs columns that nothing uses; warns if a column's name suggests token or pair weights.
 
     ``read``: columns used by the weight source.
     """
@@ -115,7 +116,7 @@ def log_unused_columns(pairs: PairSet, read: Collection[str] = ()) -> None:
         _LOG.info("data: unused columns: %s", ", ".join(unused))
     if weights:
         _LOG.warning(
-            "data: %s may hold weights but %s not used: to read token weights from columns, set weights=column "
+            "data: %s may contain weights but %s not used: to read token weights from columns, set weights=column "
             "(weights.chosen, weights.rejected); for pair weights, set weights=pair_column (weights.column)",
             ", ".join(weights),
             "is" if len(weights) == 1 else "are",
@@ -134,10 +135,10 @@ def pairs_from_rows(
     numbers: Iterable[int] | None = None,
     write: Write | None = None,
 ) -> PairSet:
-    """Converts rows to pairs and counts drops and notes.
+    """Converts rows to pairs; counts dropped rows and notes.
 
-    ``numbers``: row numbers to report (None: 0, 1, ...). ``write``: receives the pairs, which are then not held in
-    memory.
+    ``numbers``: row numbers to report (None: 0, 1, ...). ``write``: if given, receives the pairs, which are then not
+    kept in memory.
 
     Raises:
         UserError: a mapped column does not exist.
@@ -177,7 +178,7 @@ def pairs_from_rows(
 def merge_mixture_sets(
     sources: "Mapping[str, PairSource]", found: Mapping[str, PairSet], taken: PairPositions
 ) -> PairSet:
-    """Merges the ``taken`` pairs in order, adds each one's set name, and logs the counts of each set."""
+    """Merges the ``taken`` pairs in order, adds the set name to each pair, and logs the counts of each set."""
     counts: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     examples: dict[str, list[int]] = {}
@@ -203,7 +204,7 @@ def merge_mixture_sets(
 
 
 def _write_pairs(found: PairSet, write: Write | None) -> PairSet:
-    """Passes the pairs to ``write``, if given, instead of holding them."""
+    """Passes the pairs to ``write``, if given, instead of keeping them in memory."""
     if write is None:
         return found
     for pair in found.pairs:
@@ -215,14 +216,14 @@ def _write_pairs(found: PairSet, write: Write | None) -> PairSet:
 
 
 def parse_row_range(selection: str | None, length: int, option: str = "data.train_rows") -> range:
-    """Parses a row selection out of ``length`` rows; None selects all.
+    """Parses a selection from ``length`` rows; None selects all rows.
 
     "500" selects the first 500 rows, "100:300" rows 100 to 299, "10%" the first tenth (rounded down), "10%:20%" the
     second tenth; either side of the colon may be omitted. Rows past the end are ignored, so the range may be shorter
-    than asked.
+    than requested.
 
     Raises:
-        UserError: the text has none of these forms, or selects no row.
+        UserError: ``selection`` has none of these forms, or selects no row.
     """
     if selection is None:
         return range(length)
@@ -252,19 +253,19 @@ def parse_row_range(selection: str | None, length: int, option: str = "data.trai
 
 
 def pick_validation_prompts(prompts: Sequence[str | None], share: float, where: str) -> tuple[set[str], int]:
-    """Picks a share of the distinct prompts for validation; returns them and the number of distinct prompts.
+    """Picks a share of the distinct prompts for validation; also returns the number of all distinct prompts.
 
     ``prompts``: prompt digest of each row, None for rows that are not pairs. The prompts with the smallest digests are
-    picked, so row order does not matter; at least one prompt is left on either side.
+    picked, so row order does not matter. Training and validation each get at least one prompt.
 
     Raises:
-        UserError: fewer than two distinct prompts; ``where`` names the data in the message.
+        UserError: there are fewer than two distinct prompts; ``where`` names the data in the message.
     """
     different = sorted({prompt for prompt in prompts if prompt is not None})
     if len(different) < 2:
         raise UserError(
             f"{where}: data.val_share={share} needs at least 2 distinct prompts, but the {len(prompts)} rows have "
-            f"{len(different)} usable: use data with more prompts, or a separate file for validation"
+            f"only {len(different)}: use data with more prompts, or a separate file for validation"
         )
     count = min(max(round(share * len(different)), 1), len(different) - 1)
     return set(different[:count]), len(different)
@@ -286,8 +287,8 @@ class MixtureSet:
     """One set of a mixture (config node ``data.mix.NAME``).
 
     ``weight``: share of the training pairs, relative to the weights of the other sets. ``count``: number of training
-    pairs. If no set has either, all pairs are used. The other keys are those of ``data``; None means the mixture's
-    value.
+    pairs. If no set has a weight or a count, all pairs are used. The other keys are those of ``data``; a key that is
+    None has the value given for the whole mixture.
     """
 
     path: str
@@ -305,9 +306,11 @@ class MixtureSet:
     def __post_init__(self) -> None:
         check_at_least("data.mix", 1, count=self.count)
         if self.weight is not None and not self.weight > 0:
-            raise UserError(f"weight: expected a number above 0, got {self.weight:g}; or remove the set")
+            raise UserError(f"weight: expected a number above 0, got {self.weight:g}; to leave out a set, remove it")
         if self.weight is not None and self.count is not None:
-            raise UserError(f"weight={self.weight:g} and count={self.count} both set the number of pairs: give one")
+            raise UserError(
+                f"weight={self.weight:g} and count={self.count} both set the number of pairs: give only one"
+            )
 
     def overrides(self) -> dict[str, object]:
         """Returns the ``data`` keys for which this set has its own value."""
@@ -315,14 +318,15 @@ class MixtureSet:
 
 
 def check_mixture(sets: Mapping[str, MixtureSet]) -> None:
-    """Checks the names of a mixture's sets, and that either all or none have a weight or a count.
+    """Checks set names, and that all sets have a weight, all have a count, or none has either.
 
     Raises:
-        UserError: there are no sets, a name is invalid, or only some sets have an amount.
+        UserError: there are no sets, a name is invalid, or only some sets have a weight or a count.
     """
     if not sets:
         raise UserError(
-            "data.mix: expected at least one set, such as data.mix={chat: {path: FILE}}; for data.path, set it to null"
+            "data.mix: expected at least one set, e.g. data.mix={chat: {path: FILE}}; "
+            "to use data.path, set data.mix=null"
         )
     wrong = next((name for name in sets if not _NAME.fullmatch(str(name))), None)
     if wrong is not None:
@@ -330,17 +334,17 @@ def check_mixture(sets: Mapping[str, MixtureSet]) -> None:
     for key in AMOUNTS:
         lacking = [name for name, one in sets.items() if getattr(one, key) is None]
         if lacking and len(lacking) < len(sets):
-            raise UserError(f"data.mix.{lacking[0]} has no {key}, but other sets do: give every set a {key}, or none")
+            raise UserError(f"data.mix.{lacking[0]} has no {key}, but other sets do: give all sets a {key}, or none")
 
 
 def allocate_pairs(kept: Mapping[str, int], sets: Mapping[str, MixtureSet]) -> dict[str, int]:
     """Computes how many of the ``kept`` pairs of each set are used; no pair is used twice.
 
-    Counts are used as given. With weights, as many pairs as possible are used: the set that is smallest relative to its
-    weight contributes all its pairs.
+    Counts are used as given. With weights, as many pairs as possible are used: the set with the fewest pairs per unit
+    of weight contributes all its pairs.
 
     Raises:
-        UserError: a count exceeds the size of its set, or a weight is so small that its set would contribute no pair.
+        UserError: a count exceeds the set's size, or a weight is so small that the set would contribute no pair.
     """
     first = next(iter(sets.values()))
     if first.count is None and first.weight is None:
@@ -366,7 +370,7 @@ def allocate_pairs(kept: Mapping[str, int], sets: Mapping[str, MixtureSet]) -> d
 
 
 def shuffle_positions(name: str, kept: int, seed: int) -> list[tuple[str, str, int]]:
-    """Returns (random digest, set, position) of each pair of a set, sorted; the first ones are used."""
+    """Returns (random digest, set, position) for each pair of a set, sorted; the first entries are used."""
     return sorted((digest([seed, name, place]), name, place) for place in range(kept))
 
 
@@ -398,13 +402,13 @@ class PairSource:
     sub-folder ``data``), a folder written by ``save_to_disk``, a single file for both splits, or the name of a dataset
     on the hub. ``train_split`` and ``val_split`` are split names or file stems. ``train_rows`` and ``val_rows`` select
     rows ("500", "100:300", "10%") of a split, counted before any are dropped. ``val_share`` makes both splits from one:
-    this share of its prompts, between 0 and 1, is used for validation. It needs ``val_split`` to be None, or the
-    default if no split has that name. ``revision`` and ``subset`` apply to the hub. ``exchanged`` swaps the two
-    responses, to train a model on the opposite preference.
+    this share of its prompts, between 0 and 1, is used for validation. With ``val_share``, ``val_split`` must be None
+    or the default name, and no split may have that name. ``revision`` and ``subset`` apply to the hub. ``exchanged``
+    swaps the two responses, to train a model on the opposite preference.
 
-    ``mix`` replaces ``path`` by several named sets; a set inherits every key that it does not give, and ``val_share``
-    applies to the prompts of all sets together. ``mix_seed`` determines which training pairs are used, and their order.
-    Validation uses all pairs of every set.
+    ``mix`` replaces ``path`` by several named sets; a set inherits every key that it does not set itself, and
+    ``val_share`` applies to the prompts of all sets together. ``mix_seed`` determines which training pairs are used,
+    and their order. Validation uses all pairs of every set.
     """
 
     path: str
@@ -428,32 +432,33 @@ class PairSource:
             hint = f", such as {self.val_share / 100:g} for {self.val_share:g} %" if 1 < self.val_share < 100 else ""
             raise UserError(
                 f"data.val_share={self.val_share:g}: expected a share of the prompts between 0 and 1"
-                f"{hint}; a run needs both training and validation pairs (to use data.val_split, set it to null)"
+                f"{hint}; a run needs both training and validation pairs "
+                "(to use data.val_split, set data.val_share=null)"
             )
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns the keys without effect: ``path`` with a mixture, ``mix_seed`` without one."""
-        return {"path": "data.mix names its sets"} if self.mix else {"mix_seed": "data.mix=null: one set"}
+        """Returns the keys that have no effect, with reasons: ``path`` with a mixture, ``mix_seed`` without one."""
+        return {"path": "data.mix gives a path for each set"} if self.mix else {"mix_seed": "data.mix=null: one set"}
 
     @property
     def has_separate_traces(self) -> bool:
-        """Returns whether any of its sets weights only the answer that follows a reasoning trace."""
+        """Returns whether any set weights only the answer that follows a reasoning trace."""
         every = [self.columns, *(one.columns for one in (self.mix or {}).values() if one.columns is not None)]
         return any(columns.traces is TraceHandling.WEIGH_APART for columns in every)
 
     @property
     def location(self) -> str:
-        """Returns a description of where the pairs come from: the path, or the sets of the mixture."""
+        """Returns a description of where the pairs come from: the path, or the mixture's sets."""
         named = ", ".join(f"{name} ({one.path})" for name, one in (self.mix or {}).items())
         return f"mixture of {named}" if self.mix else self.path
 
     def load(self, split: str, write: Write | None = None) -> PairSet:
-        """Loads the pairs of ``split``, "train" or "val"; pairs passed to ``write`` are not held in memory.
+        """Loads the pairs of ``split``, "train" or "val"; pairs passed to ``write`` are not kept in memory.
 
         Raises:
-            UserError: nothing is found at ``path``, a column or split is missing, a file cannot be read, or no row of
-                the split, or of a set of the mixture, is usable.
-            ValueError: ``split`` is any other word.
+            UserError: nothing is found at ``path``, a column or split is missing, a file cannot be read, or the split
+                or one of the mixture's sets has no usable row.
+            ValueError: ``split`` is neither "train" nor "val".
         """
         if split not in SPLITS:
             raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
@@ -492,7 +497,7 @@ class PairSource:
         return table
 
     def _read_pairs(self, table: RowTable, split: str, there: Sequence[int], write: Write | None = None) -> PairSet:
-        """Reads the pairs of the rows ``there`` that the split's row selection includes."""
+        """Reads the pairs of those rows ``there`` that the split's row selection includes."""
         where = self._describe_split(split)
         asked = self.train_rows if split == "train" else self.val_rows
         rows = parse_row_range(asked, len(there), f"data.{split}_rows")
@@ -546,7 +551,7 @@ class PairSource:
     def _split_prompts(
         self, split: str, sources: Mapping[str, "PairSource"], tables: Mapping[str, RowTable], where: str
     ) -> dict[str, Sequence[int]]:
-        """Returns each set's row numbers in a split, after splitting the prompts of all sets together."""
+        """Splits the prompts of all sets together by ``val_share``; returns each set's row numbers for ``split``."""
         prompts = {
             name: [_prompt_digest(row, sources[name].columns) for row in table.select(range(len(table)))]
             for name, table in tables.items()
@@ -571,7 +576,7 @@ class PairSource:
         """Warns if validation and training rows overlap.
 
         Raises:
-            UserError: they are the same rows of one split.
+            UserError: both use the same rows of one split.
         """
         if self.val_share is not None or (self.train_split != self.val_split and not is_single_table(self.path)):
             return
@@ -602,7 +607,7 @@ class PairSource:
         """Checks that ``val_share`` is not combined with a validation split.
 
         Raises:
-            UserError: a validation split is set, or one with the default name exists.
+            UserError: a validation split is set, or a split with the default name exists.
         """
         named = self.val_split is not None and self.val_split != PairSource.val_split
         there = not one and self.val_split is not None and has_split(self.path, self.val_split)

@@ -13,17 +13,18 @@ Layout = Callable[
     [Sequence[tuple[Sequence[int], Sequence[int]]], int],
     tuple[ModelInputs, Int[Tensor, "rows R"], Bool[Tensor, "rows R"]],
 ]
-"""Maps (prompt ids, response ids) per row and the padding id to model inputs, response ids and response mask."""
+"""Function from each row's (prompt ids, response ids) and a padding id to inputs, response ids and response mask."""
 
 
 @dataclass(frozen=True)
 class TrainingExample:
-    """Truncated pair ready for training, with a weight for each response token.
+    """Truncated pair for training, with a weight for each response token.
 
-    ``weights``: weights of both responses (Float["m"] each). ``lengths``: |y| as the weight source counts it.
-    ``coverage``: share of content tokens that match a source token. ``source_coverage`` and ``kept_mass``: shares of
-    the source's tokens and of its total weight that reached training tokens. ``reference_logps``: float32
-    log-probabilities per token. ``factors``: the weights are plain factors rather than a distribution.
+    ``weights``: token weights of both responses (Float["m"] each). ``lengths``: |y| of both responses as counted by the
+    weight source. ``coverage``: share of content tokens that match a source token. ``source_coverage``: share of the
+    source's tokens whose weight reached training tokens. ``kept_mass``: share of the source's total weight that reached
+    training tokens. ``reference_logps``: float32 log-probability of each token under the reference. ``factors``: the
+    weights are plain factors rather than a distribution.
     """
 
     pair_id: str
@@ -45,7 +46,7 @@ class TrainingExample:
 
     @property
     def weight_scales(self) -> tuple[float, float]:
-        """Returns the factors that make weights relative to uniform: |y| for a distribution, 1 for factors."""
+        """Returns, per side, the factor that makes uniform weights equal 1: |y| for a distribution, 1 for factors."""
         return (1.0, 1.0) if self.factors else self.lengths
 
     @property
@@ -55,7 +56,7 @@ class TrainingExample:
 
 
 def pad_rows(rows: Sequence[Float[Tensor, " _"]], width: int) -> Float[Tensor, "rows R"]:
-    """Stacks rows of different lengths into one tensor, right-padded with zeros; keeps the dtype of the first row."""
+    """Stacks rows of different lengths into one tensor, right-padded with zeros, in the dtype of the first row."""
     out = torch.zeros(len(rows), width, dtype=rows[0].dtype)
     for i, row in enumerate(rows):
         out[i, : len(row)] = row
@@ -69,14 +70,15 @@ def collate(
     step_pairs: int,
     step_tokens: tuple[int, int] = (0, 0),
 ) -> PreferenceBatch:
-    """Builds the batch of ``examples``: chosen rows first, then rejected rows, in the same order of pairs.
+    """Builds the batch of ``examples``: all chosen rows, then all rejected rows in the same order of pairs.
 
     Args:
-        examples: P pairs, at least one; all or none with reference log-probabilities, all or none with factors.
+        examples: P pairs, at least one. All or none must have reference log-probabilities; all or none must have
+            factors.
         layout: a function of ``models.layouts``.
         pad_id: token id for padding positions of the model inputs.
         step_pairs: number of pairs in the whole optimizer step over all ranks, which normalizes the loss.
-        step_tokens: chosen and rejected response tokens of that step.
+        step_tokens: numbers of chosen and of rejected response tokens in the whole step.
     """
     sides = [example.chosen for example in examples] + [example.rejected for example in examples]
     inputs, response_ids, response_mask = layout([(side.prompt_ids, side.response_ids) for side in sides], pad_id)
@@ -106,7 +108,7 @@ def collate(
 def make_unweighted_rows(
     sequences: Sequence[tuple[Sequence[int], Sequence[int]]], layout: Layout, pad_id: int
 ) -> RowGroup:
-    """Builds rows from (prompt ids, response ids) with weights of 0 and no stored reference."""
+    """Builds rows with weights of 0, without reference log-probabilities, from (prompt ids, response ids)."""
     inputs, response_ids, response_mask = layout(sequences, pad_id)
     return RowGroup(
         response_ids=response_ids,

@@ -1,4 +1,4 @@
-"""Lightning data module: preference pairs with token weights, batched in planned steps, resumable within an epoch."""
+"""Lightning data module for preference pairs with token weights: plans whole steps and can resume within an epoch."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -47,10 +47,11 @@ Ids = tuple[Sequence[int], Sequence[int]]
 
 
 def find_mismatch_partners(examples: Sequence[TrainingExample], step: Sequence[int]) -> dict[int, int]:
-    """Returns, for each pair position in ``step``, the pair whose responses follow its prompt.
+    """Maps each pair in ``step`` to the pair whose responses are combined with the first pair's prompt.
 
-    The partner is the nearest earlier pair of the step (treated as a ring) with a different prompt, or the previous
-    pair if all prompts are equal. A step with a single pair uses the ring of all examples instead.
+    The partner is the nearest earlier pair of the step with a different prompt, where the step's last pair precedes the
+    first. If all prompts are equal, it is the previous pair. For a step with a single pair, the partner is searched for
+    among all examples.
 
     Raises:
         ValueError: there is only one example.
@@ -74,7 +75,7 @@ def find_mismatch_partners(examples: Sequence[TrainingExample], step: Sequence[i
 
 
 def make_mismatched_rows(examples: Sequence[TrainingExample], planned: PlannedBatch) -> list[list[Ids]]:
-    """Returns each prompt with both responses of its partner; in each micro-batch, chosen responses come first.
+    """Returns each pair's prompt with both responses of its partner; in a micro-batch, chosen responses come first.
 
     These are the mismatched sequences of KTO's reference point (Ethayarajh et al. 2024, section 4).
     """
@@ -90,21 +91,21 @@ def make_mismatched_rows(examples: Sequence[TrainingExample], planned: PlannedBa
 MAKERS: Mapping[str, Callable[[Sequence[TrainingExample], PlannedBatch], list[list[Ids]]]] = {
     "mismatched": make_mismatched_rows
 }
-"""Functions by name that make a rank's rows of a step, one list per micro-batch, from any micro-batch of it."""
+"""Functions by name: from a step's planned batch, each makes a rank's rows, one list per micro-batch."""
 
 
 def truncate_response(row: Ids, max_length: int) -> Ids:
-    """Truncates the response so that prompt and response fit ``max_length``, keeping at least one token."""
+    """Truncates the response to fit ``max_length`` together with the prompt; keeps at least one response token."""
     prompt, response = row
     return prompt, response[: max(1, max_length - len(prompt))]
 
 
 @dataclass
 class PreStepRows:
-    """Builder of the rows an objective requests with "ahead:NAME", for a whole step of this rank.
+    """Builder of the rows that an objective requests with "ahead:NAME", for one rank's share of a step.
 
-    Rows longer than ``max_length`` (None: no limit) lose the end of their response; the first affected step logs how
-    many.
+    In rows longer than ``max_length`` (None: no limit), the end of the response is removed; the number of such rows is
+    logged for the first affected step.
 
     Raises:
         ValueError: a name is unknown.
@@ -122,7 +123,7 @@ class PreStepRows:
     def make_rows(
         self, examples: Sequence[TrainingExample], planned: PlannedBatch, layout: Layout, pad_id: int
     ) -> dict[str, tuple[RowGroup, ...]]:
-        """Returns, by name, one row group for each micro-batch of the rank's step."""
+        """Returns, by name, one row group for each of this rank's micro-batches of the step."""
         groups = {}
         for name in sorted(self.names):
             micros = MAKERS[name](examples, planned)
@@ -136,8 +137,8 @@ class PreStepRows:
         long = sum(len(prompt) + len(response) > max_length for prompt, response in rows)
         if long and not self._told:
             log.info(
-                "%s rows: %d of %d in this step are longer than lengths.max_length %d; their responses are truncated, "
-                "in later steps too",
+                "%s rows: %d of %d in this step are longer than lengths.max_length=%d; the responses of such rows are "
+                "truncated in all steps",
                 name,
                 long,
                 len(rows),
@@ -165,7 +166,7 @@ class BatchDataset(Dataset[PreferenceBatch]):
         self._trained = np.stack(count_row_tokens(self.examples).responses) * (get_pair_weights(self.examples) > 0)
 
     def __getitem__(self, planned: PlannedBatch) -> PreferenceBatch:
-        """Returns the collated batch of a plan; the first of each step also holds the pre-step rows."""
+        """Returns the collated batch for a plan; the first batch of each step also contains the pre-step rows."""
         examples = [self.examples[i] for i in planned.indices]
         batch = collate(examples, self.layout, self.pad_id, planned.step_pairs, self._step_tokens(planned.whole))
         if self.ahead is None or planned.micro > 0:
@@ -183,10 +184,10 @@ class BatchDataset(Dataset[PreferenceBatch]):
 def regroup_for_pre_step(
     examples: Sequence[TrainingExample], planned: PlannedBatch, ahead: PreStepRows, cutting: BatchByTokens
 ) -> PlannedBatch:
-    """Regroups a step's pairs by the lengths of their pre-step rows.
+    """Regroups a step's pairs into micro-batches by the lengths of the pairs' pre-step rows.
 
-    Groups keep the budget of ``cutting`` unless a single row exceeds it; every rank gets the same number of groups.
-    Sums over the rows of all ranks do not change.
+    Groups stay within the budget of ``cutting`` unless a single row exceeds it; every rank gets the same number of
+    groups. Sums over the rows of all ranks do not change.
     """
     alone = replace(planned, of_rank=tuple((i,) for i in planned.whole))
     sizes = dict.fromkeys(planned.whole, 0)
@@ -205,26 +206,26 @@ class PreferenceDataModule(L.LightningDataModule):
     """Lightning data module for preference pairs with token weights.
 
     Computes weights missing from the store, loads the rest and plans whole optimizer steps. ``prepare_data`` and
-    ``setup`` do the work; a Trainer calls them, or you can before creating one. With several processes, ``setup`` only
-    reads the store and raises if weights are missing, since every process would compute them. Each pair is used exactly
-    once per epoch, for any number of ranks. Checkpoints save how many batches were trained on, so a resumed run
-    continues with exactly the remaining ones.
+    ``setup`` do the work; a Trainer calls both, or you can call both before creating a Trainer. With several processes,
+    ``setup`` only reads the store and raises if weights are missing, since every process would compute them. Each pair
+    is used exactly once per epoch, for any number of ranks. Checkpoints save how many batches were trained on, so a
+    resumed run continues with exactly the remaining batches.
 
     Args:
-        pairs: source of the splits "train" and "val", such as ``PairSource("pairs.jsonl")``.
+        pairs: source of the splits "train" and "val", e.g. ``PairSource("pairs.jsonl")``.
         chat: chat format of the policy, with its tokenizer.
         source: weight source.
-        reader: model that ``source`` reads, such as a judge; None if it needs no model.
-        store: store for weights and prepared data; required with a reader.
+        reader: model from which ``source`` computes weights, e.g. a judge; None if no model is needed.
+        store: store for weights and prepared data; required if ``reader`` is given.
         lengths: limits for prompts and pairs.
         align: how weights are mapped to training tokens.
         transforms: weight transforms, applied in order.
-        plan: pairs per step and per micro-batch; validation is one step with all its pairs.
+        plan: pairs per step and per micro-batch; validation is one step with all validation pairs.
         layout: a function of ``models.layouts``.
         seed: seed of the training order, if the plan shuffles.
-        ahead: names of the rows the objective needs before each step (its "ahead:NAME").
-        epochs: number of epochs, used to plan micro-batches; None takes the Trainer's.
-        max_steps: number of optimizer steps, if it ends the run before ``epochs``.
+        ahead: names of the rows that the objective needs before each step (NAME in "ahead:NAME").
+        epochs: number of epochs, used to plan micro-batches; None uses the Trainer's number.
+        max_steps: number of optimizer steps after which the run ends, if that is before ``epochs`` epochs.
         auto: whether the plan's token budget was chosen automatically and may be changed.
         device: device for the reader's model; None uses a GPU if available.
 
@@ -256,8 +257,8 @@ class PreferenceDataModule(L.LightningDataModule):
         super().__init__()
         if source.requires and (reader is None or store is None):
             raise UserError(
-                f"weights {type(source).__name__} need a model ({', '.join(sorted(source.requires))}) and a store: "
-                "pass reader=... and store=Store(FOLDER)"
+                f"the weight source {type(source).__name__} needs a model ({', '.join(sorted(source.requires))}) "
+                "and a store: pass reader=... and store=Store(FOLDER)"
             )
         self.source, self.chat = source, chat
         self._from, self._reader, self._store, self._device = pairs, reader, store, device or inference_device("auto")
@@ -285,7 +286,7 @@ class PreferenceDataModule(L.LightningDataModule):
         max_steps: int = -1,
         auto: bool = False,
     ) -> "PreferenceDataModule":
-        """Makes a data module from existing examples, without pairs or a store.
+        """Makes a data module from existing examples; needs neither pairs nor a store.
 
         ``max_length``: maximum tokens of a pre-step row, prompt included; None for no limit.
         """
@@ -307,12 +308,12 @@ class PreferenceDataModule(L.LightningDataModule):
 
     # ------------------------------------------------------------------------------------------------ before training
     def prepare_data(self) -> None:
-        """Computes missing weights in single-process jobs; with several processes, ``setup`` handles this."""
+        """Computes missing weights in a single-process job; in jobs of several processes, ``setup`` raises instead."""
         if self._batches is None and world_size() == 1:
             self.weigh()
 
     def setup(self, stage: str) -> None:
-        """Loads or makes the examples once, and sets the Trainer's gradient accumulation to that of the plan."""
+        """Loads or makes the examples once, and sets the Trainer's gradient accumulation as planned."""
         if self._batches is None:
             made = self.weigh()
             self.set_examples(*(made.sets[split].examples for split in SPLITS))
@@ -320,15 +321,15 @@ class PreferenceDataModule(L.LightningDataModule):
             return
         if self.trainer.world_size > 1 and vars(self.trainer._accelerator_connector)["use_distributed_sampler"]:
             raise UserError(
-                "the Trainer would replace the sampler that plans steps over several processes: pass it "
-                "use_distributed_sampler=False"
+                "the Trainer would replace the sampler that plans steps over several processes: pass "
+                "use_distributed_sampler=False to the Trainer"
             )
         if self.epochs is None:
             self.epochs = self.trainer.max_epochs or 1
             self.max_steps = self.max_steps if self.max_steps > 0 else self.trainer.max_steps
         asked, planned = self.trainer.accumulate_grad_batches, self.accumulation_steps(self.trainer.world_size)
         if asked not in (1, planned):
-            log.warning("the Trainer's accumulate_grad_batches=%d is replaced by %d, as planned", asked, planned)
+            log.warning("the Trainer's accumulate_grad_batches=%d is replaced by the planned %d", asked, planned)
         self.trainer.accumulate_grad_batches = planned
 
     def read_texts(self) -> EncodedTexts:
@@ -351,8 +352,8 @@ class PreferenceDataModule(L.LightningDataModule):
         """Sets the examples of both splits, replacing earlier ones.
 
         Raises:
-            UserError: a split is empty, has only one pair although rows combine several, or has a pair above the
-                budget.
+            UserError: a split is empty, has only one pair although the objective combines several, or has a pair above
+                the token budget.
         """
         if not train:
             raise UserError("no training pair is left: check the counts of dropped pairs above and data.path")
@@ -409,7 +410,7 @@ class PreferenceDataModule(L.LightningDataModule):
     def steps_per_epoch(self, processes: int) -> int:
         """Returns the number of optimizer steps per epoch.
 
-        It depends on ``processes``: a last step with fewer pairs than processes is dropped.
+        The number depends on ``processes``: a last step with fewer pairs than processes is dropped.
         """
         return count_steps(len(self.train_batches.examples), self.plan.pairs, processes)
 
@@ -417,19 +418,19 @@ class PreferenceDataModule(L.LightningDataModule):
         """Returns the number of micro-batches per optimizer step on each of ``processes`` processes.
 
         Raises:
-            UserError: the steps cannot be divided as the plan asks.
+            UserError: the steps cannot be divided as the plan requires.
         """
         return self._make_sampler(0, processes).split.accumulation
 
     # ------------------------------------------------------------------------------------------------ the budget
     @property
     def token_budgets(self) -> tuple[int, ...]:
-        """Returns the token budgets per forward pass of training and validation, for those that use a budget."""
+        """Returns the token budgets per forward pass, first for training, then for validation, if budgets are used."""
         cuttings = (self.train_batches.cutting, self.val_batches.cutting)
         return tuple(cutting.budget for cutting in cuttings if isinstance(cutting, BatchByTokens))
 
     def set_budgets(self, budgets: Sequence[int]) -> None:
-        """Sets the budgets that fit on all processes of a job, in the order of ``token_budgets``."""
+        """Sets budgets that are small enough for all processes of a job, in the order of ``token_budgets``."""
         left = iter(budgets)
         for batches in (self.train_batches, self.val_batches):
             if isinstance(batches.cutting, BatchByTokens):
@@ -437,7 +438,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.chosen = self.chosen and budgets[0]
 
     def halve_budget(self) -> bool:
-        """Halves an automatic budget, but not below the longest pair; returns False if it cannot shrink."""
+        """Halves an automatic budget, but not below the longest pair; returns False if no halving is possible."""
         cutting = self.train_batches.cutting
         if self.chosen is None or not isinstance(cutting, BatchByTokens):
             return False
@@ -450,9 +451,9 @@ class PreferenceDataModule(L.LightningDataModule):
             self.train_batches.cutting = replace(self.train_batches.cutting, budget=budget)
 
     def locate_state(self, state: SamplerState) -> tuple[int, int, int]:
-        """Returns (epoch, consumed micro-batches, total micro-batches of the epoch) of a saved ``state``.
+        """Returns (epoch, consumed micro-batches, total micro-batches in that epoch) for a saved ``state``.
 
-        The numbers refer to this run's micro-batches. With an automatic budget, the saved run's budget is restored if
+        Both counts refer to this run's micro-batches. With an automatic budget, the saved run's budget is restored if
         the state was saved within a step, or if the saved run started with the same budget and had to lower it.
         """
         sampler = self._make_sampler(*self._rank_and_world_size())
@@ -470,7 +471,7 @@ class PreferenceDataModule(L.LightningDataModule):
             sampler.load_state_dict(self._resume)
             self._resume = None
         if sampler.dropped:
-            log.warning("%d pairs are dropped in each epoch: fewer than the number of processes", sampler.dropped)
+            log.warning("%d pairs are dropped in each epoch: too few for the number of processes", sampler.dropped)
         if isinstance(sampler.cutting, BatchByTokens):
             _log_micro_batches(sampler, sampler.cutting)
         self.sampler = sampler
@@ -484,7 +485,7 @@ class PreferenceDataModule(L.LightningDataModule):
         return make_loader(self.val_batches, sampler)
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the training sampler's state after the micro-batches trained on so far."""
+        """Returns the state of the training sampler after the micro-batches trained on so far."""
         if self.trainer is None or self.sampler is None:
             return {}
         consumed: int = vars(self.trainer.fit_loop.epoch_loop.batch_progress.current)["processed"]
@@ -494,7 +495,7 @@ class PreferenceDataModule(L.LightningDataModule):
         return dict(state)
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Makes the next training loader start after the consumed batches."""
+        """Makes the next training loader start after the batches that ``state`` counts as consumed."""
         if state_dict:
             self._resume = cast(SamplerState, state_dict)
 
@@ -504,7 +505,7 @@ def make_batching(
 ) -> BatchRule:
     """Returns the rule that divides steps of ``examples`` into micro-batches.
 
-    Uses a token budget of ``tokens``, set by the config key ``key``, or else ``micro`` pairs per micro-batch.
+    Uses a token budget of ``tokens`` (config key ``key``) or, if that is None, ``micro`` pairs per micro-batch.
 
     Raises:
         UserError: the budget is below the longest pair.
@@ -516,10 +517,10 @@ def make_batching(
 
 
 def _log_micro_batches(sampler: StepBatchSampler, cutting: BatchByTokens) -> None:
-    """Logs how full the micro-batches of the epoch are."""
+    """Logs how many tokens the epoch's micro-batches contain."""
     tokens = [cutting.batch_tokens(part) for part in sampler.iter_micro_batches()]
     log.info(
-        "micro-batches: %d for the %d pairs of a step, %d on each process; %s %d; %s rows with at most %d tokens, "
+        "micro-batches: %d for the %d pairs of a step, %d on each process; %s=%d; %s rows with at most %d tokens, "
         "%d on average",
         sampler.split.accumulation * sampler.split.world_size,
         sampler.size,
@@ -533,5 +534,5 @@ def _log_micro_batches(sampler: StepBatchSampler, cutting: BatchByTokens) -> Non
 
 
 def make_loader(batches: BatchDataset, sampler: StepBatchSampler) -> DataLoader[PreferenceBatch]:
-    """Returns a loader of planned batches with its own random generator, so that training's is unaffected."""
+    """Returns a loader of planned batches; it has its own random generator and so leaves the global one unchanged."""
     return DataLoader(batches, sampler=sampler, batch_size=None, generator=torch.Generator())

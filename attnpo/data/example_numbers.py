@@ -1,4 +1,4 @@
-"""Statistics of a split's examples: lengths, concentration of weights, and share of weights that arrived."""
+"""Computes statistics of a split's examples: lengths, concentration of weights, and how much weight was mapped."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from attnpo.weights.base import OnlineSource, WeightSource
 
 @dataclass
 class ExampleMeans:
-    """Running means over examples, which are added in batches and not kept."""
+    """Running means over examples; examples are added in batches and not kept."""
 
     count: int = 0
     _sums: dict[str, float] = field(default_factory=dict)
@@ -47,26 +47,26 @@ class ExampleMeans:
 
     @property
     def mean_arrival(self) -> WeightCoverage:
-        """Returns the mean shares of weights that arrived; NaN if there are no examples."""
+        """Returns the mean coverage, source coverage and kept mass; NaN if there are no examples."""
         names = ("coverage", *COLUMNS)
         return WeightCoverage(*(self.mean(name) if self.count else math.nan for name in names))
 
     def arrival_numbers(self, source: WeightSource) -> dict[str, float]:
-        """Returns coverage, source coverage and kept mass; only coverage if weights are computed in each step."""
+        """Returns mean coverage, source coverage and kept mass; only coverage if weights are computed in each step."""
         names = ("coverage",) if isinstance(source, OnlineSource) else ("coverage", *COLUMNS)
         return {name: self.mean(name) for name in names}
 
 
 @dataclass(frozen=True)
 class SplitStatistics:
-    """Statistics of a split's examples for a run's result, and the shares of weights that arrived."""
+    """Statistics of a split's examples for a run's result, and the mean coverage of the examples' weights."""
 
     numbers: dict[str, Any]
     arrival: WeightCoverage
 
 
 class ExampleStatistics:
-    """Statistics collector for a split's examples, which are made from ``pairs`` and added one by one."""
+    """Collector of a split's statistics; examples are made from ``pairs`` and added one by one."""
 
     def __init__(self, pairs: PairSet, source: WeightSource) -> None:
         self._source, self._accounts, self._all = source, pairs.sets, ExampleMeans()
@@ -109,9 +109,9 @@ class ExampleStatistics:
 
 
 def token_percentiles(sizes: TokenCounts) -> dict[str, dict[str, int]]:
-    """Returns the 50th, 90th and 99th percentile and the maximum of training tokens.
+    """Returns the 50th, 90th and 99th percentiles and the maximum of training token counts.
 
-    Covers prompts, both responses and the longer branch.
+    Counts are given for prompts, chosen and rejected responses, and the longer branch of each pair.
     """
     parts = {
         "prompt": sizes.prompts[0],

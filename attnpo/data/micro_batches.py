@@ -1,4 +1,4 @@
-"""Division of an optimizer step into micro-batches, and their assignment to ranks.
+"""Divides an optimizer step into micro-batches and assigns these to ranks.
 
 Pure arithmetic on integers, without tensors, epochs or random order. A pair is an index into a list of sizes.
 """
@@ -17,15 +17,15 @@ log = logging.getLogger(__name__)
 
 
 RankBatches = list[list[tuple[int, ...]]]
-"""Pairs of a step by rank and micro-batch; every rank has the same number of micro-batches."""
+"""Pairs of a step, by rank and micro-batch; every rank has the same number of micro-batches."""
 
 
 @dataclass(frozen=True)
 class RowCost:
     """Number of input tokens that pairs take under the layout ``name`` of ``models.layouts``.
 
-    ``padded``: every row is padded to the longest one. ``shared``: a prompt common to both rows of a pair is stored
-    once.
+    ``padded``: every row is padded to the longest row. ``shared``: if both rows of a pair have the same prompt, its
+    tokens count once.
     """
 
     name: str
@@ -63,7 +63,7 @@ def split_evenly(total: int, parts: int) -> list[range]:
 
 
 def fill_greedily(sizes: Sequence[int], cost: RowCost, limit: int) -> list[int]:
-    """Returns the start indices of the fewest consecutive parts with at most ``limit`` tokens each.
+    """Splits ``sizes`` into the fewest consecutive parts of at most ``limit`` tokens; returns the start indices.
 
     ``sizes`` must be sorted, longest first. A single pair above the limit forms its own part.
     """
@@ -109,16 +109,16 @@ def _range_cost(sizes: Sequence[int], cost: RowCost, part: range) -> int:
 
 
 def _split_in_two(sizes: Sequence[int], cost: RowCost, part: range) -> tuple[range, range]:
-    """Splits a range in two so that the larger cost is smallest."""
+    """Splits a range in two so that the larger of the two costs is as small as possible."""
     cuts = ((range(part.start, cut), range(cut, part.stop)) for cut in part[1:])
     return min(cuts, key=lambda halves: max(_range_cost(sizes, cost, half) for half in halves))
 
 
 def assign_to_ranks(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Assigns parts to ranks, costliest first; every rank gets the same number, with similar totals.
+    """Assigns parts to ranks, costliest first; every rank gets equally many parts with similar total cost.
 
     In each round the ranks get parts of similar cost, so that they compute for about the same time; the costliest part
-    of a round goes to the rank with the smallest total. The number of parts must be a multiple of ``ranks``.
+    of a round goes to the rank whose total so far is smallest. The number of parts must be a multiple of ``ranks``.
     """
     order = sorted(range(len(costs)), key=lambda part: -costs[part])
     assigned: list[list[int]] = [[] for _ in range(ranks)]
@@ -136,7 +136,7 @@ def assign_to_ranks(costs: Sequence[int], ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class BatchByCount:
-    """Rule for micro-batches of ``micro`` pairs in step order; uneven sizes differ by at most one."""
+    """Rule for micro-batches of ``micro`` pairs in step order; if uneven, sizes differ by at most one."""
 
     micro: int
 
@@ -152,14 +152,14 @@ class BatchByCount:
     def num_micro_batches(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:
         """Returns the number of micro-batches per rank for steps of ``pairs`` pairs.
 
-        This is the fewest that hold the largest share of a rank, but never more than the smallest share has pairs; if a
-        micro-batch then exceeds ``micro`` pairs, this is logged.
+        This is the smallest number that suffices for the rank with the most pairs, but no larger than the number of
+        pairs of the rank with the fewest. If a micro-batch then exceeds ``micro`` pairs, a warning is logged.
         """
         share = ceil(pairs / ranks)
         micros = min(ceil(share / self.micro), pairs // ranks)
         if ceil(share / micros) > self.micro:
             log.warning(
-                "a step of %d pairs on %d processes: one micro-batch holds %d pairs instead of %d",
+                "a step of %d pairs on %d processes: one micro-batch contains %d pairs instead of %d",
                 pairs,
                 ranks,
                 ceil(share / micros),
@@ -194,14 +194,15 @@ class BatchByTokens:
         return f"at most {self.budget} tokens of {self.cost.name} rows"
 
     def batch_tokens(self, part: Sequence[int]) -> int:
-        """Returns the tokens of the given pairs in one forward pass."""
+        """Returns the number of tokens that the given pairs take in one forward pass."""
         return self.cost.batch_cost([self.sizes[i] for i in part])
 
     def num_micro_batches(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:
         """Returns the number of micro-batches per rank for ``steps`` of ``pairs`` pairs each.
 
-        This is the fewest that keep the budget in all steps, 0 if there are none, and never more than each rank has
-        pairs. The ``short`` last steps of epochs, whose size nobody chose, may then exceed the budget, which is logged.
+        This is the smallest number that keeps all steps within the budget; it is 0 if there are no steps. With
+        ``short`` (last steps of epochs, whose size follows from the number of pairs), it is at most the pairs per rank;
+        if steps may then exceed the budget, a warning is logged.
 
         Raises:
             UserError: steps of full size need more micro-batches than there are pairs.
@@ -209,7 +210,7 @@ class BatchByTokens:
         micros = max((self.min_micro_batches(step, ranks) for step in steps), default=0)
         if short and micros * ranks > pairs:
             log.warning(
-                "a last step of %d pairs on %d processes: a forward pass may hold more tokens than %s %d",
+                "a last step of %d pairs on %d processes: a forward pass may contain more tokens than %s=%d",
                 pairs,
                 ranks,
                 self.key,
@@ -218,7 +219,7 @@ class BatchByTokens:
             return pairs // ranks
         if micros * ranks > pairs:
             raise UserError(
-                f"{self.key} {self.budget}: a step of {pairs} pairs on {ranks} processes needs {micros} forward "
+                f"{self.key}={self.budget}: a step of {pairs} pairs on {ranks} processes needs {micros} forward "
                 f"passes on each, so some of the {micros * ranks} would be empty; raise {self.key}, or use a number of "
                 f"processes that divides {pairs}"
             )
@@ -232,7 +233,8 @@ class BatchByTokens:
         """Splits a step into ``micros`` micro-batches per rank with similar totals, longest pairs first.
 
         Raises:
-            ValueError: the step exceeds the budget with so few; ``num_micro_batches`` was called without it.
+            ValueError: the step exceeds the budget with ``micros`` micro-batches because ``num_micro_batches`` was
+                called without this step.
         """
         hands = self.split_ignoring_budget(step, micros, ranks)
         most = max(self.batch_tokens(part) for hand in hands for part in hand)
@@ -258,14 +260,14 @@ class BatchByTokens:
 
 
 BatchRule = BatchByCount | BatchByTokens
-"""Rule that divides the steps of a run into micro-batches."""
+"""Rule that divides a run's steps into micro-batches."""
 
 
 # ------------------------------------------------------------------------------------------------ token budget
 
 
 def count_pair_tokens(examples: Sequence[TrainingExample], cost: RowCost) -> list[int]:
-    """Returns the input tokens of each pair on its own."""
+    """Returns the number of input tokens of each pair in a batch by itself."""
     sizes = count_row_tokens(examples)
     once = sizes.prompts[0] * sizes.shared if cost.shared else 0
     counts = len(SIDES) * sizes.longest_branch if cost.padded else sizes.branch_tokens.sum(axis=0) - once
@@ -273,17 +275,16 @@ def count_pair_tokens(examples: Sequence[TrainingExample], cost: RowCost) -> lis
 
 
 def check_token_budget(examples: Sequence[TrainingExample], cost: RowCost, budget: int | None, key: str) -> None:
-    """Checks that the token budget, set by the config key ``key``, holds the longest pair.
+    """Checks that the longest pair fits the token budget, which is set by the config key ``key``.
 
     Raises:
-        UserError: it does not.
+        UserError: the longest pair exceeds the budget.
     """
     if budget is None or not examples:
         return
     costs = count_pair_tokens(examples, cost)
     if (needed := max(costs)) > budget:
         raise UserError(
-            f"{key} must hold the longest pair: expected at least {needed}, the tokens of pair "
-            f"{examples[costs.index(needed)].pair_id} in {cost.name} rows, got {budget}; raise {key}, or lower "
-            "lengths.max_length"
+            f"{key}={budget} is too small for the longest pair: pair {examples[costs.index(needed)].pair_id} has "
+            f"{needed} tokens in {cost.name} rows; raise {key} to at least {needed}, or lower lengths.max_length"
         )

@@ -1,4 +1,4 @@
-"""Overlap of training data with validation data and benchmarks, counted by digests of pairs and prompts."""
+"""Counts pairs and prompts of validation data and benchmarks that are also in the training data, by digest."""
 
 import hashlib
 import logging
@@ -19,7 +19,7 @@ SEEN = "prompts that the model was trained on"
 
 @dataclass(frozen=True)
 class Overlap:
-    """Numbers of validation pairs and distinct prompts, and how many of them are also in the training data.
+    """Counts of validation pairs and distinct prompts, and how many of each are also in the training data.
 
     Pairs are equal if their token ids are equal after truncation, prompts if their messages are equal.
     """
@@ -37,13 +37,13 @@ class Overlap:
         )
 
     def warning(self) -> str | None:
-        """Returns a caveat for all validation results; None if nothing overlaps."""
+        """Returns a warning about all validation results; None if nothing overlaps."""
         shared = self.trained_pairs or self.trained_prompts
         return f"{self.summary()}, so validation results are not on unseen pairs only" if shared else None
 
 
 class OverlapCounter:
-    """Counter of pairs and prompts in both splits; add all training pairs first."""
+    """Counter of pairs and prompts in both splits; all training pairs must be added first."""
 
     def __init__(self) -> None:
         self._ids: set[bytes] = set()
@@ -66,7 +66,7 @@ class OverlapCounter:
 
 
 def count_overlap(train: EncodedSet, val: EncodedSet) -> Overlap:
-    """Counts the pairs and prompts of ``val``, and those that are also in ``train``."""
+    """Counts the pairs and prompts of ``val``, and how many of each are also in ``train``."""
     found = OverlapCounter()
     for split, one in (("train", train), ("val", val)):
         for pair, sides in zip(one.pairs, one.encoded, strict=True):
@@ -92,14 +92,14 @@ def digest_prompt(prompt: Sequence[Message]) -> str:
 
 
 def write_prompt_digests(folder: Path, prompts: Iterable[str]) -> None:
-    """Writes the digests of the training prompts to a run's folder, for later evaluations of its models."""
+    """Writes the digests of the training prompts to a run's folder, for later evaluations of the run's models."""
     write_atomically(folder / FILE, "".join(f"{key}\n" for key in sorted(set(prompts))))
 
 
 def count_seen_prompts(model: str, prompts: Iterable[Sequence[Message]]) -> dict[str, int]:
     """Counts and logs the distinct prompts found in the training data of the run that wrote ``model``.
 
-    Returns an empty mapping if there are none, or if the run's prompts are not available, which is also logged.
+    Returns an empty mapping if no prompts are found, or if the run's prompt digests are not available, which is logged.
     """
     file, asked = Path(model).expanduser().parent / FILE, set(map(digest_prompt, prompts))
     if not file.is_file():

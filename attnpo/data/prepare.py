@@ -1,4 +1,4 @@
-"""Makes training examples from pairs: encoding, truncation and weights; counts everything truncated or dropped."""
+"""Makes training examples from pairs: encodes, truncates and weights them; counts all truncated or dropped pairs."""
 
 import logging
 from collections import Counter
@@ -46,7 +46,7 @@ SAME = "dropped: both responses have the same training tokens"
 
 
 class TruncatedSides(NamedTuple):
-    """Sides of a training sequence that lost tokens."""
+    """Parts of a training sequence (prompt, response) that lost tokens to truncation."""
 
     prompt: bool
     response: bool
@@ -55,13 +55,13 @@ class TruncatedSides(NamedTuple):
 def truncate(
     encoded: EncodedResponse, max_prompt_length: int, max_length: int, *, keep_end: bool = False
 ) -> tuple[EncodedResponse, TruncatedSides]:
-    """Truncates a sequence; returns it with the sides that lost tokens.
+    """Truncates prompt and response; also returns which of the two lost tokens.
 
     The prompt keeps its last ``max_prompt_length`` tokens (a BOS at its start is cut too, as in the paper's run); the
     response keeps the rest of ``max_length``. The response may end up empty; callers drop and count such a pair.
 
     With ``keep_end``, prompt and response together keep their last ``max_length`` tokens instead, as with TRL's
-    keep_end. If the response alone fills them, its first token serves as the prompt, since nothing predicts it.
+    keep_end. If these are all response tokens, the first of them serves as the prompt, since nothing predicts it.
     """
     prompt = encoded.prompt_ids[max(0, len(encoded.prompt_ids) - max(0, max_prompt_length)) :]
     over = len(prompt) + len(encoded.response_ids) - max_length
@@ -78,14 +78,14 @@ def truncate(
 
 @dataclass
 class Tally:
-    """Event counts with the first three ids of each event; ``words`` holds details of the first one."""
+    """Event counts with the first three pair ids of each event; ``words`` contains details of the first occurrence."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, list[str]] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
 
     def add(self, event: str, pair_id: str) -> None:
-        """Counts an event for a pair."""
+        """Counts one occurrence of an event, for the given pair."""
         self.counts[event] += 1
         ids = self.first.setdefault(event, [])
         if len(ids) < 3:
@@ -102,7 +102,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class ExampleSet:
-    """Examples of one split with counts for every pair: ``read == len(examples) + dropped``."""
+    """Examples of one split, with counts that account for every pair: ``read == len(examples) + dropped``."""
 
     examples: Sequence[TrainingExample]
     tally: Tally
@@ -120,11 +120,11 @@ class ExampleSet:
 def encode_pair(
     pair: PreferencePair, chat: ChatFormat, rules: LengthRules, tally: Tally, *, keep_same: bool = False
 ) -> dict[str, EncodedResponse] | None:
-    """Encodes and truncates both branches of a pair; returns None if the pair is dropped (counted in ``tally``).
+    """Encodes and truncates both branches of a pair; returns None, and counts in ``tally``, if the pair is dropped.
 
     A pair is dropped if the chat template rejects or rewrites its text (the first case of each kind is logged in full),
     or if both responses have the same token ids after trimming or truncation, so that no preference is left.
-    ``keep_same`` keeps such pairs, for uses other than training.
+    ``keep_same`` keeps pairs with the same token ids, for uses other than training.
     """
     return _apply_length_rules(pair, chat.encode_answers(*_prompt_and_responses(pair)), chat, rules, tally, keep_same)
 
@@ -180,7 +180,7 @@ def _apply_length_rules(
 def make_example(
     pair_id: str, encoded: Mapping[str, EncodedResponse], weights: TrainingWeights, pair_weight: float = 1.0
 ) -> TrainingExample:
-    """Makes the example of an encoded pair; its pair weight is 0 if all token weights of both sides are 0."""
+    """Makes the example for an encoded pair; the pair weight is 0 if all token weights of both sides are 0."""
     void = not (bool(weights.chosen.any()) or bool(weights.rejected.any()))
     return TrainingExample(
         pair_id=pair_id,
@@ -216,11 +216,11 @@ def encode_pairs(
 ) -> EncodedSet:
     """Encodes ``pairs``, truncating or dropping those that exceed the limits, and counts these cases.
 
-    ``write`` receives the position, the pair and its ids; these are then not held in memory. Call this before any judge
-    runs, so that no judge pass is spent on dropped pairs. A single bad pair never ends a run.
+    If given, ``write`` receives each pair with its position and training ids, which are then not kept in memory. Call
+    this before any judge runs, so that no judge pass is spent on dropped pairs. One bad pair never ends a run.
 
     Raises:
-        UserError: there are pairs but all were dropped; the message has all counts.
+        UserError: there are pairs but all were dropped; the message lists the counts by reason.
     """
     held: tuple[list[PreferencePair], list[dict[str, EncodedResponse]]] = ([], [])
     tally, read, left = Tally(), 0, 0
@@ -245,11 +245,11 @@ def encode_pairs(
 
 
 def warn_about_special_tokens(count: int, prompts: int, first: Sequence[str]) -> None:
-    """Warns if ``count`` of ``prompts`` is a majority of prompts with special tokens; lists their ``first`` ids."""
+    """Warns if most prompts (``count`` of ``prompts``) contain special tokens; ``first`` lists some of their ids."""
     if 2 * count > prompts:
         log.warning(
             "%d of %d prompts (first: %s) contain special tokens as text: they seem to be rendered with a chat "
-            "template already, which is applied again here; provide prompts as plain text or messages",
+            "template already, but the template is applied here as well; provide prompts as plain text or messages",
             *(count, prompts, ", ".join(first[:3])),
         )
 
@@ -274,9 +274,9 @@ def fit_transforms(
     layers: tuple[StoredRow, ...] = (),
     align: AlignRules | None = None,
 ) -> tuple[WeightTransform, ...]:
-    """Returns the transforms, those with ``needs_fit`` fitted on the pairs of ``encoded`` (the training split).
+    """Fits the transforms that have ``needs_fit`` on ``encoded`` (the training split); returns all transforms.
 
-    Pairs whose coverage is too low for ``align`` are not used for fitting, as they will be dropped.
+    Pairs with a coverage below that required by ``align`` are not used for fitting, as they will be dropped.
     """
     check_transforms(source, transforms)
     if not any(transform.needs_fit for transform in transforms):
@@ -318,12 +318,13 @@ def prepare_examples(
     Args:
         encoded: pairs of one split.
         source: resolved weight source.
-        captured: the source's stored rows by pair id (empty if it needs none); a pair that it could not read has no
-            rounds and is dropped.
+        captured: the source's stored rows by pair id (empty if the source stores none); a pair that the model could not
+            read has no rounds and is dropped.
         align: how weights are mapped to training tokens, and the coverage required of a pair.
         layers: layer of each captured row.
         transforms: weight transforms, fitted with ``fit_transforms``.
-        write: receives the position in ``encoded`` and the example; examples are then not held in memory.
+        write: if given, receives each example with the pair's position in ``encoded``; examples are then not kept in
+            memory.
     """
     tally = Tally(encoded.tally.counts.copy(), {event: list(ids) for event, ids in encoded.tally.first.items()})
     examples: list[TrainingExample] = []
@@ -369,7 +370,7 @@ def prepare_examples(
 
 
 def percentiles(counts: Sequence[int]) -> dict[str, int]:
-    """Returns the 50th, 90th and 99th percentile and the maximum of ``counts``; empty if there are none."""
+    """Returns the 50th, 90th and 99th percentiles and the maximum of ``counts``; empty if there are no counts."""
     ordered = sorted(counts)
     if not ordered:
         return {}

@@ -1,8 +1,8 @@
-"""Data preparation steps: reading pairs, encoding them, and making weighted examples.
+"""Prepares data: reads pairs, encodes them and makes weighted examples.
 
 For large data, each result is written to the store once and memory-mapped by later runs. Defines the keys of the stored
-results, the counts stored with them, and the size from which results are stored; smaller data are recomputed quickly
-and held in memory.
+results, the counts stored with each result, and the size from which results are stored. For smaller data, results are
+recomputed quickly and kept in memory.
 """
 
 import datetime
@@ -77,12 +77,12 @@ log = logging.getLogger(__name__)
 Logps = Sequence[LogpPair]
 
 BYTES = 8 << 20
-"""Size of the data files from which their pairs are stored."""
+"""Total size of data files, in bytes, from which the pairs read from them are stored."""
 PER_TEXT = 3
-"""Approximate bytes of training ids and offsets per byte of text."""
+"""Approximate number of bytes that training ids and offsets take per byte of text."""
 BYTES_OF_WEIGHT = 4
 PAIRS_HELD = 4096
-"""Largest number of pairs that are held in memory, together with their ids and examples."""
+"""Largest number of pairs that are kept in memory, together with training ids and examples."""
 UNKNOWN = 0.05  # share of the response tokens above which a warning is logged
 
 
@@ -90,9 +90,9 @@ UNKNOWN = 0.05  # share of the response tokens above which a warning is logged
 
 
 def describe_data(source: object) -> tuple[dict[str, object], int] | None:
-    """Describes the inputs that determine the pairs of a source, by name; also returns their size in bytes.
+    """Describes, by name, all inputs that determine a source's pairs; also returns the size of the data in bytes.
 
-    Returns None if the data are small, or if the source is defined outside the package.
+    Returns None if the data are small, or if the source's class is defined outside the package.
     """
     if type(source) is not PairSource:
         return None
@@ -116,7 +116,7 @@ def prepare_pairs(
     size: int,
     load: Callable[[str, Callable[[PreferencePair], object]], PairSet],
 ) -> dict[str, PairSet]:
-    """Loads the pairs of both splits from the store, or reads them with ``load`` and stores them; repeats the log."""
+    """Loads both splits' pairs from the store and repeats the log, or reads the pairs with ``load`` and stores them."""
 
     def write_pairs(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         accounts: dict[str, object] = {}
@@ -160,7 +160,7 @@ Take = Callable[[int, PreferencePair, dict[str, EncodedResponse]], None]
 
 
 def describe_ids(chat: ChatFormat, rules: LengthRules, pairs: Mapping[str, PairSet]) -> dict[str, object] | None:
-    """Describes the inputs that determine the training ids of pairs, by name; None if there are few pairs."""
+    """Describes, by name, all inputs that determine the training ids of pairs; None if there are few pairs."""
     if sum(map(len, pairs.values())) <= PAIRS_HELD:
         return None
     return {
@@ -177,7 +177,7 @@ def describe_ids(chat: ChatFormat, rules: LengthRules, pairs: Mapping[str, PairS
 def prepare_ids(
     store: Path, facts: Mapping[str, object], pairs: Mapping[str, PairSet], encode: Callable[[str, Take], EncodedSet]
 ) -> tuple[dict[str, EncodedSet], Overlap]:
-    """Loads the training ids of both splits and their overlap from the store, or makes and stores them."""
+    """Loads both splits' training ids and the splits' overlap from the store, or makes and stores them."""
 
     def write_ids(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         accounts, overlaps = dict[str, object](), OverlapCounter()
@@ -218,7 +218,7 @@ def _load_tally(stored: Account) -> Tally:
 
 @dataclass(frozen=True)
 class ExampleRecipe:
-    """Everything that determines the weights of pairs: source and reader, transforms, alignment.
+    """Settings that determine the weights of pairs: source and reader, transforms, alignment.
 
     ``pairs``: source of the pairs, for a weight source that reads columns of the data.
     """
@@ -230,10 +230,10 @@ class ExampleRecipe:
     pairs: object = None
 
     def describe(self, ids: Mapping[str, object] | None) -> dict[str, object] | None:
-        """Describes the inputs that determine the examples, by name; ``ids`` describes the training ids.
+        """Describes, by name, all inputs that determine the examples; ``ids`` describes the training ids.
 
-        Returns None if there are few pairs, or if weights or transforms from outside the package may read unknown
-        inputs.
+        Returns None if there are few pairs, or if the weight source or a transform is defined outside the package and
+        so may read unknown inputs.
         """
         parts = [self.source, *self.transforms]
         if ids is None or any(type(part).__module__.partition(".")[0] != PACKAGE.name for part in parts):
@@ -262,7 +262,7 @@ class ExampleRecipe:
 
 @dataclass(frozen=True)
 class WeighedSplits:
-    """Weights, the examples made with them for both splits, and statistics of these."""
+    """Weights, the examples of both splits made with these weights, and statistics of the examples."""
 
     weighed: WeighingResult
     sets: dict[str, ExampleSet]
@@ -337,7 +337,7 @@ _PLAIN = ("depth", "key", "reads", "seconds", "rounds", "cut")
 
 
 def _describe_weights(weighed: WeighingResult) -> dict[str, object]:
-    """Returns the statistics of the weights that are stored with the examples."""
+    """Returns the statistics of the weights, which are stored with the examples."""
     found = {name: getattr(weighed, name) for name in _STATISTICS}
     statistics = {name: None if one is None else asdict(one) for name, one in found.items()}
     return {**{name: getattr(weighed, name) for name in _PLAIN}, **statistics, "pairs": len(weighed.captured)}
@@ -346,7 +346,7 @@ def _describe_weights(weighed: WeighingResult) -> dict[str, object]:
 def _restore_weights(
     store: Store, told: Account, encoded: Mapping[str, EncodedSet], recipe: ExampleRecipe
 ) -> WeighingResult:
-    """Restores the weights of stored examples, without rows; checks how well the judge follows its labels."""
+    """Restores the result that gave the stored examples, without captured rows; checks the judge's label mass."""
     statistics: dict[str, Any] = {
         name: None if told[name] is None else kind(**{key: _to_tuples(value) for key, value in told[name].items()})
         for name, kind in _STATISTICS.items()
@@ -377,7 +377,7 @@ def _to_tuples(value: object) -> object:
 
 
 class LazyTransforms(LazyRows[WeightTransform]):
-    """Transforms that are fitted on the training pairs on first access, which few runs need."""
+    """Transforms that are fitted on the training pairs when first accessed; few runs access them."""
 
     def __init__(self, fit: Callable[[], Sequence[WeightTransform]]) -> None:
         self._fit = cache(fit)
@@ -395,7 +395,7 @@ class LazyTransforms(LazyRows[WeightTransform]):
 def prepare_logps(
     store: Path, table: StoreTable, rows: ExampleRows, load: Callable[[Sequence[int]], Logps]
 ) -> ExampleRows:
-    """Loads the reference's log-probabilities of examples from the store, or gets and stores those of ``load``."""
+    """Loads the reference's log-probabilities of examples from the store, or gets and stores those from ``load``."""
 
     def write_logps(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         out = ArrowRowWriter(LOGPS, write)
@@ -416,7 +416,7 @@ def prepare_logps(
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """Pairs of both splits, their training ids, and the overlap of validation with training.
+    """Pairs and training ids of both splits, and the overlap of validation data with training data.
 
     ``facts``: description of the inputs, if the training ids are in the store.
     """
@@ -429,7 +429,7 @@ class EncodedTexts:
 
 @phase("reading the pairs")
 def read_pairs(source: PairReader, weights: WeightSource, store: Store | None) -> dict[str, PairSet]:
-    """Reads the pairs of both splits; logs training columns that neither pairs nor ``weights`` use."""
+    """Reads the pairs of both splits; logs training columns that neither the pairs nor ``weights`` use."""
     found, pairs = None if store is None else describe_data(source), None
     if found is not None and store is not None and isinstance(source, PairSource):
         with suppress(NotSerializableError):  # such pairs stay in memory
@@ -442,9 +442,9 @@ def read_pairs(source: PairReader, weights: WeightSource, store: Store | None) -
 
 @phase("tokenising the pairs")
 def encode(pairs: Mapping[str, PairSet], chat: ChatFormat, rules: LengthRules, store: Store | None) -> EncodedTexts:
-    """Encodes both splits under the length rules and counts their overlap.
+    """Encodes both splits under the length rules and counts validation pairs and prompts also used in training.
 
-    Warns if the tokenizer does not know much of the text.
+    Warns if many tokens of the responses are unknown to the tokenizer.
 
     Raises:
         UserError: all pairs of a split were dropped; the message names the split.
@@ -479,7 +479,7 @@ def encode(pairs: Mapping[str, PairSet], chat: ChatFormat, rules: LengthRules, s
 def make_examples(
     recipe: ExampleRecipe, texts: EncodedTexts, store: Store | None, device: torch.device, refill: str = REFILL
 ) -> WeighedSplits:
-    """Makes the examples of both splits; runs the reader's model for weights missing from the store."""
+    """Makes the examples of both splits; runs the reader's model to compute weights missing from the store."""
     make = partial(_make_examples, recipe, texts, store, device, refill)
     facts = recipe.describe(texts.facts)
     return (
@@ -497,7 +497,7 @@ def _make_examples(
     refill: str,
     take: Callable[[str, int, TrainingExample], None] | None = None,
 ) -> WeighedSplits:
-    """Makes the examples of both splits; those passed to ``take`` are not held in memory."""
+    """Makes the examples of both splits; examples passed to ``take`` are not kept in memory."""
     encoded = texts.encoded
     weighed = weigh_splits(recipe.source, recipe.reader, store, encoded, device, refill=refill)
     align, source, captured, layers = recipe.align, weighed.source, weighed.captured, weighed.layers

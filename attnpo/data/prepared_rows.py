@@ -1,8 +1,8 @@
-"""Store of prepared rows: written once, then memory-mapped by every process and run with the same inputs.
+"""Stores prepared rows: written once, then memory-mapped by every process and run with the same inputs.
 
 Files in ``<store>/examples/``: ``<kind>-<digest of the inputs>.arrow`` with the rows, and a ``.json`` record of the
-same name with the inputs, the file's digest and the row counts. The record is written last; rows without one are
-ignored. One process writes while others wait for its lock, which the system releases when that process ends.
+same name with the inputs, the digest of the rows and the row counts. The record is written last; rows without a record
+are ignored. One process holds a lock and writes while others wait; the system releases the lock when that process ends.
 """
 
 import gc
@@ -43,7 +43,7 @@ Account = dict[str, Any]
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Memory-mapped rows with their counts; ``anew``: whether this process wrote them."""
+    """Memory-mapped rows with counts and statistics; ``anew``: whether this process has just written the rows."""
 
     table: pa.Table
     account: Account
@@ -58,8 +58,8 @@ def load_or_prepare(
     Args:
         store: the store's folder.
         kind: kind of rows, one word.
-        facts: everything that determines the rows, serializable to JSON.
-        about: approximate size in bytes, for the log.
+        facts: all inputs that determine the rows, serializable to JSON.
+        about: approximate size of the rows in bytes, for the log.
         make: writes the batches (at least one) and returns the counts, serializable to JSON.
 
     Raises:
@@ -89,7 +89,7 @@ def load_or_prepare(
 
 @contextmanager
 def _hold_lock(file: Path) -> Iterator[None]:
-    """Holds a lock so that only one process prepares these rows; logs when it has to wait."""
+    """Acquires a lock so that only one process prepares these rows; logs if this process has to wait for it."""
     lock = FileLock(file.with_name(f".{file.stem}.lock"))
     try:
         lock.acquire(timeout=0)
@@ -103,7 +103,7 @@ def _hold_lock(file: Path) -> Iterator[None]:
 
 
 def _open_rows(file: Path, facts: Mapping[str, object], *, say: bool = False) -> PreparedRows | None:
-    """Opens the rows in ``file``; returns None if they are missing or invalid, and logs the reason if ``say``."""
+    """Opens the rows in ``file``; if missing or invalid, returns None and, if ``say`` is set, logs why."""
     path = file.with_suffix(".json")
     if not file.is_file() and not path.is_file():
         return None
@@ -118,12 +118,12 @@ def _open_rows(file: Path, facts: Mapping[str, object], *, say: bool = False) ->
                     log.info("%s: already prepared", file.name)
                     return PreparedRows(_map_table(file), record["account"], anew=False)
     if say and path.is_file():  # without a record, its writer was interrupted
-        log.warning("%s %s: preparing its rows again", file, problem)
+        log.warning("%s %s: preparing the rows again", file, problem)
     return None
 
 
 def _digest_facts(facts: Mapping[str, object]) -> dict[str, str]:
-    """Returns the digest of each part of ``facts``."""
+    """Returns the digest of each value in ``facts``."""
     return {name: digest(value)[:20] for name, value in facts.items()}
 
 
@@ -192,14 +192,14 @@ class _StreamWriter:
 
 
 class _LineRecorder(logging.Handler):
-    """Log handler that records lines from level INFO in a list, and forwards those from level ``shown``."""
+    """Log handler that records lines of level INFO or above, and forwards lines of level ``shown`` or above."""
 
     def __init__(self, into: list[tuple[str, int, str]], above: logging.Logger | None, shown: int) -> None:
         super().__init__()
         self._into, self._above, self.shown = into, above, shown
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Records a line with its logger and level."""
+        """Records a log line with logger name and level."""
         if record.levelno >= logging.INFO and record.name != LIVE:  # progress lines are not recorded
             self._into.append((record.name, record.levelno, record.getMessage()))
         if self._above is not None and record.levelno >= self.shown:
@@ -208,9 +208,9 @@ class _LineRecorder(logging.Handler):
 
 @contextmanager
 def record_log_lines() -> Iterator[list[tuple[str, int, str]]]:
-    """Records this package's log lines inside the context, for ``repeat_log_lines``; yields the list.
+    """Records this package's log lines inside the context, for ``repeat_log_lines``; yields the list of lines.
 
-    Lines that are not displayed, as in all processes of a job but the first, are recorded as well.
+    Also records lines that are not displayed, as in all processes of a job except the first.
     """
     package, root = logging.getLogger("attnpo"), logging.getLogger()
     lines: list[tuple[str, int, str]] = []

@@ -1,6 +1,7 @@
-"""Prompts to be answered, read from rows with a prompt text, messages or preference pairs.
+"""Reads prompts to be answered from rows with a prompt string, messages or preference pairs.
 
-Reads the same files, folders and hub datasets as ``PairSource``, in the same row formats. Every row is accounted for.
+Reads the same files, folders and hub datasets as ``PairSource``, in the same row formats. Every row is kept or counted
+as left out or repeated.
 """
 
 import logging
@@ -22,10 +23,10 @@ REPEATED = "prompt repeated, answered once"
 
 @dataclass(frozen=True)
 class PromptColumns(Columns):
-    """Column names as in ``Columns``, plus ``id``, the column with the id of each prompt.
+    """Column names as in ``Columns``, and the ``id`` column, which contains the id of each prompt.
 
-    Without ``id``, a digest of the messages is used. ``chosen`` and ``rejected`` matter only if a table has both: its
-    rows are then pairs, and the prompt is the shared part of both conversations.
+    Without ``id``, a digest of the messages is used as the id. ``chosen`` and ``rejected`` are used only if a table has
+    both columns: each row is then a pair, and the prompt is the shared part of both conversations.
     """
 
     id: str | None = None
@@ -41,9 +42,9 @@ class AnswerPrompt:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts in row order; ``left_out`` has the numbers of unusable rows by reason.
+    """Prompts in row order; ``left_out`` contains the row numbers of unusable rows by reason.
 
-    Every row read (``read``) is a new prompt, a repetition of an earlier one (``repeated``), or left out.
+    Each of the ``read`` rows is a new prompt, a repetition of an earlier prompt (``repeated``), or left out.
     """
 
     prompts: list[AnswerPrompt]
@@ -53,19 +54,19 @@ class PromptSet:
 
     @property
     def counts(self) -> Counter[str]:
-        """Returns the number of rows that gave no new prompt, by reason."""
+        """Returns, by reason, the number of rows without a new prompt."""
         counts = Counter({reason: len(rows) for reason, rows in self.left_out.items()})
         return counts + Counter({REPEATED: len(self.repeated)})
 
     def summary(self) -> str:
-        """Returns one line with all counts and the first row numbers of each reason."""
+        """Returns one line with all counts and, for each reason, the first row numbers."""
         events = sorted({**self.left_out, **({REPEATED: self.repeated} if self.repeated else {})}.items())
         parts = [format_count(reason, len(rows), rows) for reason, rows in events]
         return "; ".join([f"{self.read} rows read, {len(self.prompts)} prompts", *parts])
 
 
 def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColumns, first: int = 0) -> PromptSet:
-    """Collects the prompts of an iterable of rows; ``first`` is the number of the first row.
+    """Collects the prompts of ``rows``; ``first`` is the row number of the first row.
 
     Raises:
         UserError: two rows have the same id but different prompts, or a mapped column does not exist.
@@ -119,8 +120,8 @@ class PromptSource:
     """Source of the prompts for ``attnpo.generate`` (config node ``data``).
 
     ``path`` is a file, a folder with one file or several shards per split, a saved dataset, or the name of a dataset on
-    the hub; for all but a file, ``split`` is the split name or file stem. ``rows`` selects rows ("500", "100:300",
-    "10%"), counted before any are left out. ``revision`` and ``subset`` apply to the hub.
+    the hub; unless ``path`` is a file, ``split`` is the split name or file stem. ``rows`` selects rows ("500",
+    "100:300", "10%"), counted before any are left out. ``revision`` and ``subset`` apply to the hub.
     """
 
     path: str
@@ -165,7 +166,7 @@ NO_TOKEN = "the chat template renders no token"
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Token ids of the usable prompts by id, and the ids of prompts left out, by reason."""
+    """Token ids of the usable prompts by prompt id, and the ids of prompts left out by reason."""
 
     kept: dict[str, list[int]]
     left_out: dict[str, list[str]]
@@ -175,9 +176,10 @@ class EncodedPrompts:
 def encode_prompts(
     prompts: Iterable[AnswerPrompt], chat: ChatFormat | None, new_tokens: int, max_length: int | None
 ) -> EncodedPrompts:
-    """Encodes prompts; leaves out those the chat template rejects or with too little room for ``new_tokens``.
+    """Encodes prompts; leaves out those rejected by the chat template or too long to add ``new_tokens``.
 
-    ``refusal`` is the template's first error. Without a chat format, all prompts are kept and have no token ids.
+    ``refusal`` in the result is the template's first error. Without a chat format, all prompts are kept and have no
+    token ids.
     """
     kept: dict[str, list[int]] = {}
     left_out: dict[str, list[str]] = {}

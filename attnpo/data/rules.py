@@ -1,4 +1,4 @@
-"""Data settings of a run, validated: lengths, alignment, and how a step is divided into micro-batches."""
+"""Defines and validates a run's data settings: lengths, alignment, and division of steps into micro-batches."""
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -48,10 +48,11 @@ class LengthRules:
 
 @dataclass(frozen=True)
 class AlignRules:
-    """Settings for mapping weights from source tokens to training tokens, and the coverage required of a pair.
+    """Settings for mapping weights from source tokens to training tokens, and the coverage required of each pair.
 
-    ``min_coverage``: minimum share of a response's content tokens that match a source token; pairs with a side below it
-    are dropped and counted. None uses the source's default (paper: 0.9 for verbalised weights, no limit for attention).
+    ``min_coverage``: minimum share of a response's content tokens that match a source token; pairs with a response
+    below it are dropped and counted. None uses the source's default (paper: 0.9 for verbalised weights, no limit for
+    attention).
     """
 
     method: AlignMethod = AlignMethod.LEVENSHTEIN
@@ -67,10 +68,10 @@ class BatchPlan:
     """Batch sizes: ``pairs`` per optimizer step over all ranks, ``micro`` pairs per forward pass (paper: 32 and 1).
 
     If ``tokens`` is given instead of ``micro``, the pairs of a step are sorted by length and grouped so that a forward
-    pass of one process holds at most that many tokens, padding included. ``eval_micro`` (default 8) and ``eval_tokens``
-    are the same for validation. A budget of "auto" uses as many tokens as fit into the estimated memory; a number of
-    pairs takes precedence over it. These four change only memory and speed, and results only by rounding. Without
-    ``shuffle``, every epoch uses the training pairs in row order.
+    pass of one process contains at most that many tokens, padding included. ``eval_micro`` (default 8) and
+    ``eval_tokens`` are the corresponding limits for validation. A budget of "auto" uses as many tokens as fit into the
+    estimated memory; a number of pairs takes precedence over "auto". These four settings affect only memory and speed;
+    results change only by rounding. Without ``shuffle``, every epoch uses the training pairs in row order.
     """
 
     pairs: int = 32
@@ -93,32 +94,32 @@ class BatchPlan:
                     raise UserError(f"batch.{name} must be at least 1, or null{auto}, got {value!r}")
             if len(given) == 2:
                 raise UserError(
-                    f"batch.{micro} {given[micro]} and batch.{tokens} {given[tokens]} both limit a forward pass: "
-                    f"set one of them to null, such as batch.{micro}=null"
+                    f"batch.{micro}={given[micro]} and batch.{tokens}={given[tokens]} both limit a forward pass: "
+                    f"set one of the two to null, e.g. batch.{micro}=null"
                 )
 
     @property
     def pairs_per_forward(self) -> int:
-        """Returns the pairs per forward pass in training, used without a token budget."""
+        """Returns the number of pairs per forward pass in training; used if there is no token budget."""
         return self.micro or 1
 
     @property
     def eval_pairs_per_forward(self) -> int:
-        """Returns the pairs per forward pass in validation, used without a token budget."""
+        """Returns the number of pairs per forward pass in validation; used if there is no token budget."""
         return self.eval_micro or 8
 
     @property
     def token_budget(self) -> int | None:
-        """Returns the tokens per forward pass in training; None if pairs are counted or the budget is still "auto"."""
+        """Returns the token budget per forward pass in training; None if pairs are counted or it is still "auto"."""
         return self.tokens if isinstance(self.tokens, int) else None
 
     @property
     def eval_token_budget(self) -> int | None:
-        """Returns the tokens per forward pass in validation, or None."""
+        """Returns the token budget per forward pass in validation; None as for ``token_budget``."""
         return self.eval_tokens if isinstance(self.eval_tokens, int) else None
 
     def resolve_auto(self, max_length: int) -> "BatchPlan":
-        """Replaces each "auto" budget by its minimum: the longest padded pair, or two of them in validation."""
+        """Replaces "auto" budgets by the minimum: one longest padded pair in training, two in validation."""
         tokens = 2 * max_length if self.tokens == AUTO else self.tokens
         eval_tokens = 4 * max_length if self.eval_tokens == AUTO else self.eval_tokens
         return replace(self, tokens=tokens, eval_tokens=eval_tokens)
@@ -126,19 +127,19 @@ class BatchPlan:
     def accumulation_steps(self, world_size: int) -> int | None:
         """Returns the number of micro-batches per optimizer step on each of ``world_size`` ranks.
 
-        None if it depends on the lengths of the pairs.
+        Returns None if the number depends on the lengths of the pairs.
 
         Raises:
-            UserError: a step has fewer pairs than ranks, or ``micro`` does not divide it evenly.
+            UserError: a step has fewer pairs than ranks, or ``micro`` does not divide the step evenly.
         """
         if self.tokens is not None:
             if self.pairs < world_size:
-                raise UserError(f"batch.pairs must be at least the number of processes, {world_size}, got {self.pairs}")
+                raise UserError(f"batch.pairs={self.pairs} must be at least the number of processes, {world_size}")
             return None
         share = self.pairs_per_forward * world_size
         if self.pairs % share:
             raise UserError(
-                f"batch.pairs {self.pairs} must be a multiple of batch.micro {self.pairs_per_forward} x {world_size} "
+                f"batch.pairs={self.pairs} must be a multiple of batch.micro={self.pairs_per_forward} x {world_size} "
                 f"processes; the nearest multiples are {max(share, self.pairs - self.pairs % share)} and "
                 f"{self.pairs + share - self.pairs % share}"
             )

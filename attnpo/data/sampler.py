@@ -1,7 +1,7 @@
-"""Sampler that plans whole optimizer steps, independent of how they are divided, and resumable at any batch.
+"""Plans whole optimizer steps, independently of their division into batches; resumable at any batch.
 
-An optimizer step is ``size`` consecutive pairs of the epoch's permutation; its pairs do not depend on how the step is
-divided into micro-batches and among ranks (``data.micro_batches``). Each batch knows the number of pairs in its whole
+An optimizer step is ``size`` consecutive pairs of the epoch's permutation; these pairs do not depend on how the step is
+divided into micro-batches and among ranks (``data.micro_batches``). Each batch records the number of pairs in the whole
 step, so that the loss can be computed as ``sum over pairs / step_pairs`` regardless of the division.
 """
 
@@ -23,7 +23,8 @@ class PlannedBatch:
     ``indices``: positions in the list of pairs. ``step``: index of the optimizer step within the epoch. ``step_pairs``:
     number of pairs in the whole step, over all ranks and micro-batches. ``micro``: index of this micro-batch in the
     step; ``micros``: number of micro-batches in the step, the same on every rank. ``whole``: positions of all pairs of
-    the step. ``of_rank``: positions for this rank by micro-batch. ``rank`` and ``ranks``: this rank and their number.
+    the step. ``of_rank``: positions of this rank's pairs in the step, by micro-batch. ``rank``: this rank. ``ranks``:
+    number of ranks.
     """
 
     indices: list[int]
@@ -54,8 +55,9 @@ class StepSplit:
 class SamplerState(TypedDict):
     """Position in the data at which a run was saved.
 
-    ``batches`` of ``epoch`` were consumed. ``order``: settings that determine the order. ``layout``: how steps were
-    divided. ``budgets``: token budgets, as first chosen by the memory estimate and as used in the end.
+    ``batches``: number of batches of ``epoch`` that were consumed. ``order``: settings that determine the order of the
+    data. ``layout``: how steps were divided. ``budgets``: token budget first chosen by the memory estimate, and the
+    budget in use when the run was saved.
     """
 
     epoch: int
@@ -75,27 +77,27 @@ def count_steps(num_pairs: int, size: int, world_size: int) -> int:
 
 
 class StepBatchSampler(Sampler[PlannedBatch]):
-    """Sampler of one rank's planned batches; pass it to a loader as ``sampler`` with ``batch_size=None``.
+    """Sampler of one rank's planned batches, to be passed to a loader as ``sampler`` with ``batch_size=None``.
 
-    Every pair is seen exactly once per epoch. The step a pair belongs to depends only on ``seed`` and the epoch (or on
-    list order without ``shuffle``). All full steps have the same number of micro-batches on every rank and in every
-    epoch, because Lightning accumulates a fixed number: the fewest that ``cutting`` needs for the worst step of the
-    run. An epoch's last step may be short; it has the fewest micro-batches needed in any epoch, each with at least one
-    pair. If fewer pairs than ranks are left, they are dropped: different ones in each epoch, or always the last ones
-    without ``shuffle``; ``dropped`` is their number.
+    Every pair is used exactly once per epoch. The step to which a pair belongs depends only on ``seed`` and the epoch
+    or, without ``shuffle``, on list order. All full steps have the same number of micro-batches on every rank and in
+    every epoch, because Lightning accumulates a fixed number. It is the smallest number with which ``cutting`` can
+    divide every step of the run. An epoch's last step may be short; its number of micro-batches is the smallest that
+    suffices in every epoch, and each has at least one pair. If fewer pairs than ranks are left, ``dropped`` pairs are
+    not used: different pairs in each epoch or, without ``shuffle``, always the last ones.
 
-    After a full pass, iterating again starts the next epoch; after an interrupted one, it restarts the same epoch.
+    After a full pass, iterating again starts the next epoch; after an interrupted pass, the same epoch starts again.
     After ``load_state_dict``, the first full pass yields exactly the remaining batches.
 
     Args:
         num_pairs: length of the list of pairs.
         size: pairs per optimizer step over all ranks.
         cutting: rule that divides a step into micro-batches.
-        seed: seed of the permutation, together with the epoch.
-        shuffle: whether to shuffle.
+        seed: seed that, together with the epoch, determines the permutation.
+        shuffle: whether to shuffle the pairs in each epoch.
         rank: index of this process among ``world_size``.
         world_size: number of processes that share the steps.
-        epochs: number of epochs in the run, for rules that look at the pairs.
+        epochs: number of epochs in the run, for rules that depend on the pairs of each step.
 
     Raises:
         UserError: ``size`` is below 1, an epoch has no step, or a step cannot be divided.
@@ -136,7 +138,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
         self._passed = False
 
     def _plan_split(self, world_size: int, epochs: int) -> StepSplit:
-        """Returns the division with the fewest micro-batches that every step of ``epochs`` allows."""
+        """Returns the division with the fewest micro-batches per rank that suffice in every step of ``epochs``."""
         steps = (step for epoch in range(epochs) for step in self._split_into_steps(epoch)[: self._full])
         accumulation, short = self.cutting.num_micro_batches(steps, self.size, world_size), 0
         if self._short:
@@ -147,7 +149,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
     def __len__(self) -> int:
         """Returns the number of this rank's micro-batches in a whole epoch.
 
-        It is the same for every rank and epoch, also after resuming.
+        The number is the same for every rank and epoch, including after a resume.
         """
         return self._full * self.split.accumulation + self.split.short
 
@@ -161,7 +163,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
         self._passed = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next pass, from its first batch unless that epoch is being resumed."""
+        """Sets the epoch of the next pass, which starts at the first batch unless that epoch is being resumed."""
         if epoch != self.epoch or self._passed:
             self._start_epoch(epoch)
 
@@ -191,7 +193,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
         return self.split.accumulation if step < self._full else self.split.short
 
     def _iter_batches(self, start: int) -> Iterator[PlannedBatch]:
-        """Yields the batches of the current epoch from number ``start`` on."""
+        """Yields the batches of the current epoch, starting at index ``start``."""
         epoch, steps, ranks = self.epoch, self._split_into_steps(self.epoch), self.split.world_size
         first, skip = divmod(start, self.split.accumulation)
         for step in range(first, len(steps)):
@@ -204,10 +206,10 @@ class StepBatchSampler(Sampler[PlannedBatch]):
     # -------------------------------------------------------------------------------------------- resuming
 
     def state_dict(self, batches: int | None = None) -> SamplerState:
-        """Returns the state to resume from: epoch, batches consumed, and the settings that determine their pairs.
+        """Returns the state to resume from: epoch, batches consumed, and the settings that determine a batch's pairs.
 
-        ``batches``: number of batches of the epoch that were trained on; by default the number yielded so far, which is
-        larger if a loader's workers prefetch.
+        ``batches``: number of batches of the epoch that were trained on; by default the number yielded so far, which
+        exceeds the number trained on if a loader's workers prefetch.
         """
         return {
             "epoch": self.epoch,
@@ -220,10 +222,10 @@ class StepBatchSampler(Sampler[PlannedBatch]):
         return {"num_pairs": self.num_pairs, "seed": self.seed, "shuffle": self.shuffle, "step_size": self.size}
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Makes the next pass yield the remaining batches of the saved epoch, possibly none.
+        """Makes the next pass yield the remaining batches of the saved epoch; there may be none.
 
-        The division of steps may differ from the saved one (rule, number of micro-batches or processes) if the state
-        was saved between two optimizer steps.
+        If the state was saved between two optimizer steps, the division of steps (rule, number of micro-batches or
+        processes) may differ from the saved run's.
 
         Raises:
             UserError: the data, their order or the step size changed; or the state was saved within a step and the
@@ -251,7 +253,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
         return batches != last + split.short and (batches > last or batches % split.accumulation > 0)
 
     def _convert_batch_count(self, batches: int, saved: StepSplit) -> int:
-        """Converts a number of consumed batches from the ``saved`` division to this one."""
+        """Converts a number of batches consumed under the ``saved`` division to this run's division."""
         if saved == self.split:
             return batches
         rest = self.num_pairs % self.size

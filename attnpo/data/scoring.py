@@ -1,4 +1,4 @@
-"""Log-probabilities from frozen models: the reference, rewards on unseen pairs, and scorers for token weights."""
+"""Computes log-probabilities with frozen models: for the reference, rewards on unseen pairs, and token weights."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,9 +38,9 @@ TOKENS_PER_FORWARD = 16384  # including padding, both branches of each pair
 def score_examples(
     model: ScoredLM, examples: Sequence[TrainingExample], pad_id: int, layout: Layout = padded_layout
 ) -> Iterator[tuple[str, LogpPair]]:
-    """Yields pair id and log-probabilities (chosen, rejected) of each example, shortest first.
+    """Yields the pair id and the log-probabilities (chosen, rejected) of each example, shortest example first.
 
-    The model is in eval mode meanwhile.
+    The model is in eval mode during the iteration.
     """
     was_training = model.training
     model.eval()
@@ -58,7 +58,7 @@ def score_examples(
 
 
 def batch_by_budget(ordered: Sequence[TrainingExample]) -> Iterator[list[TrainingExample]]:
-    """Yields batches of sorted examples with at most ``TOKENS_PER_FORWARD`` padded tokens, or a single pair."""
+    """Yields batches of sorted examples: at most ``TOKENS_PER_FORWARD`` padded tokens each, or a single pair."""
     batch: list[TrainingExample] = []
     for example in ordered:
         if batch and 2 * (len(batch) + 1) * example.longest_branch > TOKENS_PER_FORWARD:
@@ -76,7 +76,7 @@ Scores = Mapping[str, Float[Tensor, " m"]]
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """Frozen model that scores training tokens (see ``attnpo.weights.base.Scorer``), in its own precision."""
+    """Frozen model that scores training tokens (see ``attnpo.weights.base.Scorer``) in the model's own precision."""
 
     model: ScoredLM
     pad_id: int
@@ -91,7 +91,7 @@ class ModelScorer:
             TypeError: ``other`` is not a ``ModelScorer``.
         """
         if not isinstance(other, ModelScorer | None):
-            raise TypeError(f"two models are compared through their heads, but {type(other).__name__} has none")
+            raise TypeError(f"a comparison of two models uses both output heads, but {type(other).__name__} has none")
         own, second = (len((scorer or self).model.head().weight) for scorer in (self, other))
         if own != second:
             raise UserError(
@@ -131,7 +131,7 @@ class ModelScorer:
 
 
 class RunTexts:
-    """Encoder of a run's pairs with its chat format and length rules."""
+    """Encoder of a run's pairs, with the run's chat format and length rules."""
 
     def __init__(self, chat: ChatFormat, rules: LengthRules) -> None:
         self.chat, self.rules = chat, rules
@@ -152,7 +152,7 @@ class RunTexts:
     def add_instruction(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
     ) -> tuple[Mapping[str, EncodedResponse], bool]:
-        """Returns the same responses with ``instruction`` in the prompt, and whether the prompt was truncated.
+        """Returns the responses after a prompt with ``instruction``, and whether that prompt was truncated.
 
         The instruction is appended to the last user turn, so truncation keeps it.
 
@@ -172,7 +172,7 @@ class RunTexts:
         return found, cut
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns the identity of the ids: chat format and truncation."""
+        """Returns the settings that determine the training ids: chat format and truncation."""
         rules = self.rules
         return {
             "chat": self.chat.fingerprint(),
@@ -193,7 +193,7 @@ def _append_instruction(pair: PreferencePair, instruction: str) -> list[Message]
 
 
 class RunScorers(WeightReader):
-    """Models that a weight source compares; ``load`` loads them, everything else reads only their folders.
+    """Models that a weight source compares; only ``load`` loads the models, other methods just read model folders.
 
     Args:
         source: defines the models.
@@ -202,7 +202,7 @@ class RunScorers(WeightReader):
         rules: the run's length rules.
 
     Raises:
-        UserError: a scorer is missing, has another vocabulary, or is the same model as the other one.
+        UserError: a scorer is missing or has another vocabulary, or both scorers are the same model.
     """
 
     name, done = "scorers", "scored"
@@ -233,8 +233,8 @@ class RunScorers(WeightReader):
             other = sorted(token for token in own.keys() | vocabulary.keys() if own.get(token) != vocabulary.get(token))
             raise UserError(
                 f"weights.{name}.path={scorer.path} has a different vocabulary from {self.model.path} "
-                f"({len(vocabulary)} and {len(own)} tokens; {len(other)} differ, such as {other[0]!r}), "
-                "but scorers read the training ids: use one trained from a model with this tokenizer"
+                f"({len(vocabulary)} and {len(own)} tokens; {len(other)} differ, e.g. {other[0]!r}), "
+                "but a scorer reads the training ids: use a scorer trained from a model with this tokenizer"
             )
 
     def _check_sizes(self, source: ScoredSource) -> None:
@@ -256,11 +256,11 @@ class RunScorers(WeightReader):
             )
 
     def _check_distinct(self) -> None:
-        """Raises UserError if both paths hold the same model, judged by the weights rather than the paths."""
+        """Raises UserError if both scorers are the same model, comparing model weights rather than paths."""
         (first, one), (second, other) = self.models.items()
         if one.instruction == other.instruction and self._weights_digest(one) == self._weights_digest(other):
             raise UserError(
-                f"weights.{first} and weights.{second} hold the same model, so they agree on every token: set "
+                f"weights.{first} and weights.{second} are the same model, so they agree on every token: set "
                 f"weights.{first}.path or weights.{second}.path to another model"
             )
 
@@ -268,7 +268,7 @@ class RunScorers(WeightReader):
         return weights_fingerprint(*self.locate_model(scorer))
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns the identity of both models' scores, in order: weights, dtype, attention kernel."""
+        """Returns the settings that determine each model's scores, in order: weights, dtype, attention kernel."""
         described: dict[str, object] = {}
         for rank, scorer in zip(("first", "second"), self.models.values(), strict=True):
             described[rank] = {
@@ -279,19 +279,19 @@ class RunScorers(WeightReader):
         return described
 
     def describe_models(self) -> str:
-        """Returns both models as text for the log."""
+        """Returns a description of both models for the log."""
         return " and ".join(f"{name} {self.locate_model(scorer)[0]}" for name, scorer in self.models.items())
 
     def describe_pass(self, rows: str) -> str:
-        """Returns a description of a scorer pass."""
+        """Returns a description of the scorers' forward passes, for the log."""
         return f"scorer pass: {self.describe_models()} read the training tokens of both responses"
 
     def prompts_fingerprint(self) -> Mapping[str, object]:
-        """Returns the identity of the token ids that the scorers read."""
+        """Returns the settings that determine the token ids that the scorers read."""
         return self.texts.fingerprint()
 
     def load(self, device: torch.device) -> LoadedScorers:
-        """Loads the scorers; a model used with two instructions is loaded once."""
+        """Loads the scorers; a model that is used with two instructions is loaded only once."""
         loaded: dict[tuple[str, str | None, str], Scorer] = {}
         scorers = {}
         for name, scorer in self.models.items():

@@ -1,7 +1,8 @@
-"""Tables of rows: files, folders with a file per split, saved datasets, the Hugging Face hub.
+"""Reads tables of rows from files, folders with a file per split, saved datasets and the Hugging Face hub.
 
-The ``datasets`` library reads Parquet, folders written by ``save_to_disk`` and the hub. JSON and CSV are read here row
-by row, so that an error costs one row and not the whole file. Lightweight: commands use it before importing torch.
+Parquet, folders written by ``save_to_disk`` and hub datasets are read with the ``datasets`` library. JSON and CSV are
+read here row by row, so that an error affects one row and not the whole file. Imports little, because commands use this
+module before they import torch.
 """
 
 import csv
@@ -58,7 +59,7 @@ class RowTable(Protocol):
 
 @dataclass(frozen=True)
 class MemoryTable:
-    """Rows in memory, each with a value for every column (None for missing keys).
+    """Rows kept in memory, each with a value for every column (None for missing keys).
 
     ``headed``: whether the column names come from a header line.
     """
@@ -79,7 +80,7 @@ class MemoryTable:
 class LinesOnDisk:
     """Rows of JSON Lines files, parsed on access.
 
-    Row i starts at byte ``begins[i]`` of ``files[numbers[i]]``. ``path``: value of the config key, for errors.
+    Row i starts at byte ``begins[i]`` of ``files[numbers[i]]``. ``path``: value of ``data.path``, for errors.
     """
 
     files: Sequence[Path]
@@ -92,7 +93,7 @@ class LinesOnDisk:
         return len(self.begins)
 
     def select(self, indices: Sequence[int]) -> Iterator[Mapping[str, object]]:
-        """Yields the rows with these numbers.
+        """Yields the rows with these row numbers.
 
         Raises:
             UserError: a file has changed since it was scanned.
@@ -112,10 +113,10 @@ class LinesOnDisk:
 def read_table(path: str, split: str, option: str, subset: str | None = None, revision: str | None = None) -> RowTable:
     """Reads all rows of a file, of a split of a folder, or of a dataset on the hub.
 
-    ``option`` is the config key of the split, for errors.
+    ``option`` is the config key that sets ``split``, for errors.
 
     Raises:
-        UserError: nothing is found, or it cannot be read.
+        UserError: no data are found, or the data cannot be read.
     """
     place = Path(path).expanduser()
     if place.exists() and subset:
@@ -139,7 +140,7 @@ def read_table(path: str, split: str, option: str, subset: str | None = None, re
 
 
 def list_files(path: str, split: str, option: str) -> list[Path] | None:
-    """Lists the files that ``read_table`` reads; None for the hub.
+    """Returns the files that ``read_table`` reads; None for a dataset on the hub.
 
     Raises:
         UserError: as ``read_table``.
@@ -154,7 +155,7 @@ def list_files(path: str, split: str, option: str) -> list[Path] | None:
 
 
 def check_validation(data: Mapping[str, object]) -> None:
-    """Checks that local data of a config node ``data`` have validation pairs, without reading rows.
+    """Checks, without reading rows, that the local data of a config node ``data`` have validation pairs.
 
     Skips the ``data`` nodes of other components.
 
@@ -170,12 +171,12 @@ def check_validation(data: Mapping[str, object]) -> None:
 
 
 def check_validation_rows(path: str, split: str | None, rows: bool) -> None:
-    """Checks that validation pairs are defined for ``path``, without reading rows or accessing the hub.
+    """Checks, without reading rows or accessing the hub, that ``path`` has validation pairs.
 
-    ``rows``: whether the config selects validation rows.
+    ``rows``: whether the config selects the rows for validation.
 
     Raises:
-        UserError: they are not defined.
+        UserError: ``path`` has no validation pairs.
     """
     place = Path(path).expanduser()
     if is_single_table(path):
@@ -203,7 +204,7 @@ def is_single_table(path: str) -> bool:
 
 
 def has_split(path: str, split: str) -> bool:
-    """Returns whether the data have this split; True for the hub, without checking.
+    """Returns whether the data have this split; True for any hub dataset, which is not checked.
 
     Raises:
         UserError: no data are found.
@@ -219,7 +220,7 @@ def has_split(path: str, split: str) -> bool:
 
 
 def _check_hub_name(path: str) -> None:
-    """Raises UserError if nothing exists at the path and it cannot be a hub name either."""
+    """Raises UserError if nothing exists at ``path`` and it is not a valid hub name either."""
     place = Path(path).expanduser()
     if _readable_suffix(place) is not None or not _HUB_NAME.fullmatch(path):
         raise UserError(f"data.path={path}: no such file or folder. {_describe_parent_folder(place)}")
@@ -236,7 +237,7 @@ def _check_saved_split(folder: Path, path: str, split: str, option: str) -> None
 
 
 def _readable_suffix(file: Path) -> str | None:
-    """Returns the suffix of a readable file, None for other files."""
+    """Returns the suffix of a file that can be read; None for other files."""
     return next((suffix for suffix in _SUFFIXES if file.name.endswith(suffix)), None)
 
 
@@ -247,7 +248,7 @@ def _split_files(folder: Path, split: str, option: str) -> list[Path]:
     if not files:
         listed = ", ".join(sorted({str(file.relative_to(folder)) for file in stems})) or "none"
         raise UserError(
-            f"{option}={split}: {folder} has no file {split}.jsonl, {split}.csv or {split}.parquet; files it has: "
+            f"{option}={split}: {folder} has no file {split}.jsonl, {split}.csv or {split}.parquet; its files: "
             f"{listed}{_suggest_split(split, list(stems.values()), option)}. Choose one with {option}=NAME, "
             "without the ending"
         )
@@ -284,7 +285,7 @@ def _describe_parent_folder(place: Path) -> str:
 
 @contextmanager
 def _silence_datasets() -> Iterator[None]:
-    """Disables progress bars and log output of the library inside the context; its errors are still raised."""
+    """Disables progress bars and log output of ``datasets`` inside the context; errors are still raised."""
     import datasets
 
     shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
@@ -363,7 +364,7 @@ def _read_split_names(folder: Path, path: str) -> list[str]:
 
 
 def _check_utf8(table: "datasets.Dataset") -> None:
-    """Raises ValueError if a text is not UTF-8; ``datasets`` itself checks only on access."""
+    """Raises ValueError if a string is not UTF-8; ``datasets`` itself checks only on access."""
     for column in table.data.columns:
         for chunk in column.chunks:
             chunk.validate(full=True)
@@ -398,14 +399,13 @@ def _load_from_hub(name: str, split: str, subset: str | None, revision: str | No
 def read_json(files: Iterable[Path], path: str) -> RowTable:
     """Reads all rows of JSON files with one object per line, or one array of objects per file.
 
-    Columnar readers give each column one type: they reject a whole file for a single lone surrogate, and when falling
-    back to a mixed type they may return such texts as empty (datasets 5.2). Here the adapters handle them row by row.
-    Rows of uncompressed line files are not held in memory: the files are scanned, and rows are parsed again on access.
-    Bytes that are not UTF-8 become lone surrogates, which the adapters reject row by row.
+    Columnar readers give each column one type: they reject a whole file for a single lone surrogate, and if they fall
+    back to a mixed type, strings with a lone surrogate may become empty (datasets 5.2). Here the adapters handle such
+    strings row by row. Rows of uncompressed line files are not kept in memory: the files are scanned, and rows are
+    parsed again on access. Bytes that are not UTF-8 become lone surrogates; the adapters reject rows that contain any.
 
     Raises:
-        UserError: a line is not a JSON object; the message names file and line; ``path`` is the value of the config
-            key.
+        UserError: a line is not a JSON object; the message names file and line; ``path`` is the value of ``data.path``.
     """
     files = list(files)
     if any(file.suffix == ".gz" or _is_json_array(file, path) for file in files):
@@ -423,10 +423,10 @@ def read_json(files: Iterable[Path], path: str) -> RowTable:
 
 
 def read_file_bytes(file: Path, path: str) -> bytes:
-    """Returns the bytes of a file, decompressed if its name ends in .gz.
+    """Returns the content of a file as bytes, decompressed if the file name ends in .gz.
 
     Raises:
-        UserError: the file cannot be read; the message names it and ``path``.
+        UserError: the file cannot be read; the message contains the file's name and ``path``.
     """
     with _wrap_read_errors(file, path):
         return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
@@ -457,7 +457,7 @@ def _read_json_rows(file: Path, path: str) -> Iterator[dict[str, Json]]:
 
 
 def _iter_json_lines(lines: Iterable[bytes], file: Path, path: str) -> Iterator[tuple[int, int, dict[str, Json]]]:
-    """Yields number, first byte and object of each line that is not blank."""
+    """Yields (line number, position of the first byte, object) for each line that is not empty."""
     begin = 0
     for number, line in enumerate(lines, 1):  # bytes, because U+2028 and others do not end a line of JSON
         text = _decode(line).removesuffix("\n")
@@ -487,7 +487,7 @@ def _decode(content: bytes) -> str:
 
 
 def _try_json(text: str) -> Json | Exception:
-    """Parses a JSON text; returns the exception if it is invalid."""
+    """Parses a JSON string; returns the exception if the string is invalid."""
     try:
         value: Json = parse_json(text)
     except ValueError as error:
@@ -501,12 +501,12 @@ def _try_json(text: str) -> Json | Exception:
 def read_csv(files: Iterable[Path], path: str) -> MemoryTable:
     """Reads all rows of CSV or TSV files with the same header; empty cells become None, as in other libraries.
 
-    Cells are never converted to numbers, dates or missing values: "42" and "NaN" stay texts. Logs the number of rows
-    with a cell like "NaN" or "null".
+    Cells are never converted to numbers, dates or missing values: "42" and "NaN" remain strings. Logs the number of
+    rows with a cell like "NaN" or "null".
 
     Raises:
-        UserError: a file is not UTF-8, its header is incomplete or repeats a name, uses another delimiter or differs
-            from that of the first file, or a row has a different number of cells; the message names file and line.
+        UserError: a file is not UTF-8; a header is incomplete, repeats a name, uses another delimiter or differs from
+            the first file's; or a row and the header differ in their number of cells. The message names file and line.
     """
     rows: list[dict[str, object]] = []
     names: list[str] | None = None
@@ -534,7 +534,7 @@ def _delimiter(file: Path) -> str:
 
 
 def _iter_csv_rows(file: Path, path: str, where: str) -> Iterator[tuple[int, list[str]]]:
-    """Yields the number of the last line and the cells of each row that is not blank."""
+    """Yields (number of the last line, cells) for each row that is not empty."""
     try:
         text = read_file_bytes(file, path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -557,7 +557,7 @@ def _iter_csv_rows(file: Path, path: str, where: str) -> Iterator[tuple[int, lis
 
 
 def _parse_header(header: list[str], mark: str, where: str) -> list[str]:
-    """Returns the column names; only the first may be empty, where libraries write the row index."""
+    """Returns the column names; only the first may be empty, as some libraries write the row index there."""
     names = [name.strip() for name in header]
     other = next((one for one in _NAMED if one != mark and len(names) == 1 and one in names[0]), None)
     if other is not None:
@@ -568,8 +568,8 @@ def _parse_header(header: list[str], mark: str, where: str) -> list[str]:
     unnamed = [place for place, name in enumerate(names[1:], 2) if not name]
     if unnamed:
         raise UserError(
-            f"{where}, line 1 has no name for column {unnamed[0]}: the first line must name every column, such "
-            f"as {mark.join(('prompt', 'chosen', 'rejected'))!r}"
+            f"{where}, line 1 has no name for column {unnamed[0]}: the first line must name every column, "
+            f"e.g. {mark.join(('prompt', 'chosen', 'rejected'))}"
         )
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
@@ -588,7 +588,7 @@ def _rows_to_dicts(cells: Iterator[tuple[int, list[str]]], names: list[str], whe
 
 
 def _warn_missing_words(rows: list[dict[str, object]], path: str) -> None:
-    """Warns of cells with only a word such as "NaN" or "null"."""
+    """Warns if cells consist only of a word such as "NaN" or "null", which is read as a string."""
     like = [
         number
         for number, row in enumerate(rows)
@@ -596,8 +596,8 @@ def _warn_missing_words(rows: list[dict[str, object]], path: str) -> None:
     ]
     if like:
         _LOG.warning(
-            "data.path=%s: %d rows have a cell with only NaN, null, None or N/A (first: row %d), which is read as "
-            "text: leave cells of missing values empty",
+            "data.path=%s: %d rows have a cell with only NaN, null, None or N/A (first: row %d); these words are read "
+            "as text: leave cells of missing values empty",
             path,
             len(like),
             like[0],

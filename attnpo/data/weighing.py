@@ -1,4 +1,4 @@
-"""Captured weights of pairs: read from the store, or computed if missing."""
+"""Reads captured weights of pairs from the store, and computes those that are missing."""
 
 import hashlib
 import json
@@ -50,11 +50,11 @@ class WeighingResult:
     """Resolved weight source with the rows captured for a set of pairs (empty if the source captures nothing).
 
     ``layers``: layer of each captured row. ``depth``: number of layers of the judge, 0 without a judge. ``key``: store
-    key of the captured rows, or the identity of the columns that the source reads. ``verdicts`` and ``answers``:
-    statistics of the judge's verdicts and of the verbalizer's answers, if any. ``label_mass``: probability mass on the
-    judge's labels. ``traces``: lengths of the judge's traces. ``transforms``: the run's transforms, fitted on its
-    training pairs. ``reads``: sequences that models read per pair. ``seconds``: time per pair, None if unknown.
-    ``rounds``: number of prompts read; ``cut``: how many of them were truncated.
+    key of the captured rows, or a key for the columns that the source reads. ``verdicts`` and ``answers``: statistics
+    of the judge's verdicts and of the verbalizer's answers, if any. ``label_mass``: probability mass on the judge's
+    labels. ``traces``: lengths of the judge's traces. ``transforms``: the run's transforms, fitted on its training
+    pairs. ``reads``: number of sequences that models read per pair. ``seconds``: time per pair, None if unknown.
+    ``rounds``: number of prompts read. ``cut``: number of truncated prompts among those read.
     """
 
     source: WeightSource
@@ -88,24 +88,25 @@ def weigh_splits(
     every_row: bool = False,
     refill: str = REFILL,
 ) -> WeighingResult:
-    """Resolves ``source`` and captures its rows for the pairs of ``encoded``; computes those missing from the store.
+    """Resolves ``source`` and loads its rows for the pairs of ``encoded``; computes rows missing from the store.
 
     Logs the pairs that the model cannot read.
 
     Args:
         source: weight source with its layer resolved.
-        reader: model that the source reads; None if it captures nothing.
+        reader: model from which the source computes weights; None if the source captures nothing.
         store: store for the captured rows.
         encoded: pairs with their training ids, by split.
         device: device for the reader's model, if it must be loaded.
-        shard: (rank, ranks) restricts the work to every ranks-th pair, so that several workers can fill one store.
-            Without it, missing rows in a job of several processes raise an error, as every process would compute them.
+        shard: (rank, ranks) restricts the work to every ranks-th pair, so that several workers can fill one store. If
+            it is None, missing rows in a job of several processes raise an error, as every process would compute the
+            same rows.
         every_row: load all stored rows, not only those that the source reads.
-        refill: how to fill the store first, for that error.
+        refill: instruction for filling the store first, for that error.
 
     Raises:
-        UserError: the model can read none of the pairs (even if another process recorded that), or rows are missing in
-            a job of several processes.
+        UserError: the model cannot read any of the pairs (even if this was recorded by another process), or rows are
+            missing in a job of several processes.
     """
     if reader is None:
         return WeighingResult(source.resolve(1), {}, None, None, (), 0, _columns_key(source, encoded))
@@ -139,7 +140,8 @@ def weigh_splits(
         if reader.trace is not None:
             most = reader.trace.max_new_tokens
             log.info(
-                "judge: writes a trace before each of %d verdicts, at most %d tokens (judge.trace.max_new_tokens=%d)",
+                "judge: writes a trace before each of %d verdicts, at most %d tokens in all "
+                "(judge.trace.max_new_tokens=%d)",
                 reader.rounds * lacking,
                 reader.rounds * lacking * most,
                 most,
@@ -193,7 +195,7 @@ def weigh_splits(
 
 
 def _count_prompts(captured: Iterable[PairWeights], prompts: Counter[str]) -> Iterator[PairWeights]:
-    """Yields ``captured`` while counting the prompts read and those truncated."""
+    """Yields ``captured`` unchanged; counts the prompts read and the truncated prompts."""
     for pair in captured:
         prompts["read"] += len(pair.rounds)
         prompts["cut"] += sum(item.cut for item in pair.rounds)
@@ -201,7 +203,7 @@ def _count_prompts(captured: Iterable[PairWeights], prompts: Counter[str]) -> It
 
 
 def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dict[str, object]:
-    """Returns a key for the columns a source reads, because pair ids do not cover them."""
+    """Returns a key for the columns that a source reads, since a pair's id does not depend on these columns."""
     if not source.columns:
         return {}
     found = hashlib.sha256()
@@ -215,7 +217,7 @@ def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dic
 def _log_stored(
     table: StoreTable, wanted: set[str], encoded: Mapping[str, EncodedSet], columns: list[str], rounds: int, layers: int
 ) -> int:
-    """Logs how many of the wanted pairs are stored and the size of the rest; returns the number missing."""
+    """Logs how many wanted pairs are stored and the size of the missing ones; returns the number missing."""
     lacking = set(table.missing_pairs(sorted(wanted), columns))
     tokens = 0
     for made in encoded.values():
@@ -226,10 +228,10 @@ def _log_stored(
 
 
 def _log_unreadable(table: StoreTable, wanted: list[str], columns: list[str], reader: WeightReader) -> None:
-    """Logs by reason which stored pairs the model cannot read.
+    """Logs, by reason, the wanted pairs that are recorded as unreadable for the model.
 
     Raises:
-        UserError: it can read none of the wanted pairs.
+        UserError: the model cannot read any of the wanted pairs.
     """
     found = unreadable_pairs(table, wanted)
     if not found:
@@ -260,9 +262,10 @@ def _log_unreadable(table: StoreTable, wanted: list[str], columns: list[str], re
 
 
 def log_store(what: str, table: StoreTable, total: int, lacking: int, size: int) -> None:
-    """Logs how many pairs of ``what`` are stored and, if some are missing, why and how much will be written.
+    """Logs how many pairs of ``what`` are stored and, if any are missing, why and how much will be written.
 
-    If all are missing, names the first difference to the key of the most similar table. ``size``: upper limit in bytes.
+    If all are missing, also logs the first difference from the key of the most similar stored table. ``size``: upper
+    limit of the bytes that will be written.
     """
     line = f"{what}: {total - lacking} of {total} pairs in the store"
     if lacking:

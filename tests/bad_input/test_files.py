@@ -28,7 +28,7 @@ def test_missing_columns_name_what_is_there_and_the_options(attempts: Attempts, 
     rows = [{renamed.get(key, key): value for key, value in row.items()} for row in attempts.rows]
     message = attempts.weigh(world=attempts.with_rows(rows)).refused()
     assert 'has no column "chosen", "rejected"; columns found: bad, good, messages, prompt' in message
-    assert message.endswith("Set them with data.columns.chosen=COLUMN data.columns.rejected=COLUMN")
+    assert message.endswith("Set the column names with data.columns.chosen=COLUMN data.columns.rejected=COLUMN")
     assert attempts.weigh(
         "data.columns.chosen=good",
         "data.columns.rejected=bad",

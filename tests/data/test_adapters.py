@@ -178,7 +178,7 @@ def test_columns_that_are_not_used_are_named_once(tmp_path: Path, caplog: pytest
     said_of = [record for record in caplog.records if record.message.startswith("data: ")]
     assert [record.levelno for record in said_of] == [logging.INFO, logging.WARNING]
     assert "unused columns: score, chosen_Weights, loss_mask" in said_of[0].message
-    assert "chosen_Weights, loss_mask may hold weights but are not used" in said_of[1].message
+    assert "chosen_Weights, loss_mask may contain weights but are not used" in said_of[1].message
     assert "weights=column" in said_of[1].message
     caplog.clear()
     with caplog.at_level(logging.INFO):  # those that the weight source reads

@@ -191,8 +191,8 @@ def test_a_budget_below_the_longest_pair_is_refused(cost: RowCost, key: str) -> 
     with pytest.raises(UserError) as caught:
         budgeted(cost, **{key: needed - 1})
     assert str(caught.value) == (
-        f"batch.{key} must hold the longest pair: expected at least {needed}, the tokens of pair {longest.pair_id} in "
-        f"{cost.name} rows, got {needed - 1}; raise batch.{key}, or lower lengths.max_length"
+        f"batch.{key}={needed - 1} is too small for the longest pair: pair {longest.pair_id} has {needed} tokens in "
+        f"{cost.name} rows; raise batch.{key} to at least {needed}, or lower lengths.max_length"
     )
     budgeted(cost, **{key: needed})
 
@@ -201,7 +201,7 @@ def test_budgets_and_processes_that_cannot_be() -> None:
     for key in ("tokens", "eval_tokens"):
         with pytest.raises(UserError, match=f"batch.{key} must be at least 1, or null"):
             BatchPlan(8, **{key: 0})
-    with pytest.raises(UserError, match=r"batch\.pairs must be at least the number of processes, 9, got 8"):
+    with pytest.raises(UserError, match=r"batch\.pairs=8 must be at least the number of processes, 9"):
         BatchPlan(8, tokens=64).accumulation_steps(9)
     assert BatchPlan(9, tokens=64).accumulation_steps(2) is None
     with pytest.raises(UserError, match=r"batch\.tokens 32: a step of 8 pairs on 5 processes needs 2 forward passes"):
@@ -218,7 +218,7 @@ def test_how_full_the_micro_batches_are_is_logged_once(caplog: pytest.LogCapture
     tokens = [laid(batch) for batch in batches]
     assert line == (
         f"micro-batches: {data.accumulation_steps(1)} for the 8 pairs of a step, "
-        f"{data.accumulation_steps(1)} on each process; batch.tokens 64; packed rows with at most "
+        f"{data.accumulation_steps(1)} on each process; batch.tokens=64; packed rows with at most "
         f"{max(tokens)} tokens, {round(sum(tokens) / len(tokens))} on average"
     )
 

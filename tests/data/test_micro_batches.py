@@ -123,7 +123,7 @@ def test_a_step_that_was_not_planned_for_is_no_silent_excess() -> None:
 def test_more_forwards_than_pairs_are_refused() -> None:
     cutting = BatchByTokens([8, 8, 8, 8, 8], PADDED, budget=10, key="batch.eval_tokens")
     with pytest.raises(
-        UserError, match=r"^batch\.eval_tokens 10: a step of 5 pairs on 2 processes needs 3 forward passes"
+        UserError, match=r"^batch\.eval_tokens=10: a step of 5 pairs on 2 processes needs 3 forward passes"
     ):
         cutting.num_micro_batches([range(5)], 5, 2)
     assert cutting.num_micro_batches([range(4)], 4, 2) == 2
@@ -132,7 +132,10 @@ def test_more_forwards_than_pairs_are_refused() -> None:
 def test_a_short_last_step_may_go_above_the_budget_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     """Three pairs left for two processes: one has to take two at once, since both take as many forwards."""
     batches = StepBatchSampler(7, 4, BatchByTokens([10] * 7, PADDED, 10), world_size=2)
-    assert "a last step of 3 pairs on 2 processes: a forward pass may hold more tokens than batch.tokens" in caplog.text
+    assert (
+        "a last step of 3 pairs on 2 processes: a forward pass may contain more tokens than batch.tokens="
+        in caplog.text
+    )
     assert (batches.split.accumulation, batches.split.short) == (2, 1)
     assert sorted(len(part) for part in batches.iter_micro_batches()) == [1, 1, 1, 1, 1, 2]
 

@@ -140,7 +140,7 @@ def test_either_side_has_a_prompt_at_least(tmp_path: Path) -> None:
     for share, held in ((0.01, 1), (0.99, 9)):
         source = PairSource(one_file(tmp_path, ROWS), val_share=share)
         assert len({*prompts(source.load("val"))}) == held
-    with pytest.raises(UserError, match=r"the 2 rows have 1 usable: use data with more prompts"):
+    with pytest.raises(UserError, match=r"the 2 rows have only 1: use data with more prompts"):
         PairSource(one_file(tmp_path, ROWS[:2]), val_share=0.5).load("train")
 
 

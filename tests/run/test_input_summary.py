@@ -249,7 +249,7 @@ def test_a_budget_of_tokens_is_told_and_held_against_the_pairs(
         for split, key in (("train", "tokens"), ("val", "eval_tokens")):
             made = inputs.examples[split].examples
             needed = max(cost.pair_cost([(side.prompt_ids, side.response_ids) for side in pair.sides]) for pair in made)
-            with pytest.raises(UserError, match=f"^batch.{key} must hold the longest pair: .* {needed}, .* got 9;"):
+            with pytest.raises(UserError, match=f"^batch.{key}=9 is too small for .* has {needed} tokens in "):
                 run(world.config(*BUDGETS, f"batch.{key}=9", f"layout={layout}"), tmp_path / "run")
             tell(world.config(*BUDGETS, f"batch.{key}={needed}", f"layout={layout}"))
 
@@ -258,7 +258,7 @@ def test_a_budget_of_tokens_is_told_and_held_against_the_pairs(
     ("overrides", "message"),
     [
         (["weights.layer=3"], "weights.layer: expected a whole number from 1 to 2"),
-        (["batch.pairs=5"], "batch.pairs 5 must be a multiple of batch.micro 2 x 1 processes"),
+        (["batch.pairs=5"], "batch.pairs=5 must be a multiple of batch.micro=2 x 1 processes"),
         (["objective=dpo"], "objective DPO uses no token weights"),
     ],
 )

@@ -100,7 +100,7 @@ def test_a_second_run_asks_no_judge(world: World, tmp_path: Path) -> None:
 def test_a_source_that_reads_a_model_needs_one(world: World, caplog: pytest.LogCaptureFixture) -> None:
     chat = ChatFormat(AutoTokenizer.from_pretrained(world.model))
     pairs = world.config().data
-    with pytest.raises(UserError, match=r"weights Attention need a model \(judge\).*pass reader="):
+    with pytest.raises(UserError, match=r"the weight source Attention needs a model \(judge\).*pass reader="):
         PreferenceDataModule(pairs, chat, Attention())
     data = PreferenceDataModule(pairs, chat, Uniform(), plan=BatchPlan(4))
     options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
@@ -108,7 +108,7 @@ def test_a_source_that_reads_a_model_needs_one(world: World, caplog: pytest.LogC
     model = AutoModelForCausalLM.from_pretrained(world.model)
     trainer.fit(PreferenceModule(model, AutoModelForCausalLM.from_pretrained(world.model), DPO(beta=0.1)), data)
     assert trainer.global_step == 1
-    assert "the Trainer's accumulate_grad_batches=3 is replaced by 4, as planned" in caplog.messages
+    assert "the Trainer's accumulate_grad_batches=3 is replaced by the planned 4" in caplog.messages
 
 
 SCRIPT = """
@@ -142,7 +142,7 @@ def test_two_processes_are_refused_without_weights_and_train_with_them(world: Wo
     (first, second) = [line for line in said.splitlines() if line.startswith("trained 3 ")]
     assert first == second
     codes, said = in_two_processes([*arguments, "own"], tmp_path)
-    assert codes == [1, 1] and said.count("pass it use_distributed_sampler=False") == 2, said
+    assert codes == [1, 1] and said.count("pass use_distributed_sampler=False to the Trainer") == 2, said
 
 
 EARLY = "{early:{_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/loss,stopping_threshold:100.0}}"

@@ -95,7 +95,7 @@ def test_rows_that_are_not_as_written_are_named_and_made_anew(
     with caplog.at_level(logging.WARNING, "attnpo"):
         found = open_or_make(store, made)
     assert found.anew and found.table.num_rows == 1000 and found.account["rows"] == 1000
-    assert made == ["made", "made"] and "preparing its rows again" in caplog.text
+    assert made == ["made", "made"] and "preparing the rows again" in caplog.text
     assert not open_or_make(store, made).anew and len(made) == 2
 
 
