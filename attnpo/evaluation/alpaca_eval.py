@@ -203,7 +203,7 @@ class AlpacaEval:
         return None
 
     def _pair_answers(self, answers: Mapping[str, ModelAnswer], questions: Sequence[Question]) -> list[AlpacaRow]:
-        """Pairs each answer with the baseline's answer to the same question.
+        """Matches each answer with the baseline's answer to the same question.
 
         Raises:
             UserError: the answers do not match the questions.

@@ -280,7 +280,7 @@ def _plan_round(
 
 
 def questions_to_regrade(questions: Sequence[str], count: int, round_: int) -> frozenset[str]:
-    """Selects, by a digest that differs between rounds, the questions whose answers are graded twice."""
+    """Selects the questions whose answers are graded twice; the selection differs between rounds."""
     return frozenset(sorted(questions, key=lambda name: digest(["graded twice", round_, name]))[:count])
 
 
