@@ -82,10 +82,10 @@ def _check_before_start(trainer: "TrainerSettings", logger: "LoggerSettings") ->
 
 def _check_folder_is_unused(folder: "Path") -> None:
     with import_phase("loading transformers"):
-        from attnpo.run.resume import check_folder, refuse_existing_run
+        from attnpo.run.resume import refuse_existing_run, require_usable_folder
 
     refuse_existing_run(folder)
-    check_folder(folder, None)
+    require_usable_folder(folder, None)
 
 
 def _destroy_process_group() -> None:

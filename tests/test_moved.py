@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from attnpo.config.moved import MOVED, current_import_path
 from attnpo.config.reader import import_target
-from attnpo.run.identity import component_class
+from attnpo.run.identity import shorten_class_path
 from attnpo.run.resume import MADE
 from attnpo.run.run import run
 from attnpo.system.files import file_digest, write_checksums
@@ -99,7 +99,7 @@ def test_a_run_that_was_saved_with_older_names_goes_on(tmp_path: Path) -> None:
     older = text
     for before in BEFORE:
         present = current_import_path(before)
-        if component_class(before) == component_class(present):
+        if shorten_class_path(before) == shorten_class_path(present):
             older = older.replace(f"_target_: {present}\n", f"_target_: {before}\n")
     assert older != text and "attnpo.runs.settings.Judge" in older
     saved.write_text(older, encoding="utf-8")

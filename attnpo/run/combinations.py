@@ -13,7 +13,7 @@ from attnpo.weights.base import WeightSource, is_neutral
 AUTO = "auto"
 LAYER = "weights.layer"
 CHOICE = "auto_layer"
-"""Name of the record of a layer search: folder in the store, key in ``RunContext.prepared`` and in results."""
+"""Name of a layer search's record: its folder in the store, and its key in ``RunContext.prepared`` and in results."""
 
 
 def is_auto_layer(layer: object) -> bool:
@@ -22,14 +22,14 @@ def is_auto_layer(layer: object) -> bool:
 
 
 def needs_layer_search(source: WeightSource) -> bool:
-    """Returns whether the weights' layer is still to be found. Raises UserError if it would not be used."""
+    """Returns whether a search for ``weights.layer`` is needed. Raises UserError if the result would not be used."""
     if not is_auto_layer(getattr(source, "layer", None)):
         return False
     layers = getattr(source, "layers", ())
     if layers:
         raise UserError(
             f"weights.layer=auto searches for one layer, but weights.layers={list(layers)} names the layers to read: "
-            "remove one of the two"
+            "remove one of these two settings"
         )
     return True
 
@@ -38,7 +38,7 @@ REFERENCES = ("live", "cached", "first_epoch", "adapter_off")
 
 
 def require_weights_are_read(source: WeightSource, objective: PreferenceObjective) -> None:
-    """Raises UserError if the objective would not use the weights, or needs another kind of weights."""
+    """Raises UserError if the objective would not use the token weights, or needs another kind of weights."""
     if "factors" in objective.requires and source.kind is not Kind.FACTOR:
         raise UserError(
             f"objective {type(objective).__name__} needs weights that are factors, but {type(source).__name__} gives a "
@@ -58,22 +58,22 @@ def require_reference(reference: str, objective: PreferenceObjective) -> None:
     if reference in ("cached", "first_epoch") and more and "reference" in objective.requires:
         raise UserError(
             f"objective {type(objective).__name__} needs the reference model ({', '.join(more)}), but "
-            f"reference={reference} only stores log-probs of the pairs' tokens: set reference=live (with model=lora: "
-            "adapter_off)"
+            f"reference={reference} stores only the log-probs of the pairs' tokens: set reference=live (or, with "
+            "model=lora, reference=adapter_off)"
         )
 
 
 def require_pairs_per_step(batch: BatchPlan, objective: PreferenceObjective) -> None:
-    """Raises UserError for one pair per step if the objective compares the pairs of a step."""
+    """Raises UserError if the objective compares the pairs of a step but each step has only one."""
     if "several_pairs" in objective.requires and batch.pairs < 2:
         raise UserError(
-            f"objective {type(objective).__name__} compares the pairs of an optimiser step with each other: expected "
-            f"batch.pairs of at least 2, got {batch.pairs}"
+            f"objective {type(objective).__name__} compares the pairs of an optimiser step with each other, so "
+            f"batch.pairs must be at least 2, got {batch.pairs}"
         )
 
 
 def require_reward_model_fits(objective: PreferenceObjective, source: WeightSource, trainer: TrainerSettings) -> None:
-    """Raises UserError for settings a reward model cannot train with, because its rewards are not log-probabilities."""
+    """Raises UserError for settings that need log-probabilities or sharding, which a reward model does not support."""
     plain = objective.requires <= {"token_weights"} and getattr(objective, "sft_coef", None) == 0
     if not plain:
         raise UserError(
@@ -95,16 +95,16 @@ LAYOUTS = ("auto", "padded", "packed", "shared_prefix")  # models.layouts.NAMES,
 
 
 def require_unsharded_policy(trainer: TrainerSettings, objective: PreferenceObjective) -> None:
-    """Raises UserError for sharded weights if the objective samples from the policy."""
+    """Raises UserError if the objective samples from the policy but the policy's weights are sharded."""
     if "group:anchor" in objective.requires and trainer.strategy == "fsdp":
         raise UserError(
-            f"objective {type(objective).__name__} samples anchors from the unsharded policy, but "
+            f"objective {type(objective).__name__} can sample anchors only from an unsharded policy, but "
             "trainer.strategy=fsdp shards it: set trainer.strategy=auto, or objective.gamma_triplet=0"
         )
 
 
 def require_unsharded_quantization(trainer: TrainerSettings, model: ModelSpec) -> None:
-    """Raises UserError for sharding a quantised model, which is not supported."""
+    """Raises UserError if a quantised model would be sharded, which is not supported."""
     if model.quantize is not None and trainer.strategy == "fsdp":
         raise UserError(
             f"model.quantize={model.quantize} needs unsharded weights, but trainer.strategy=fsdp shards them: set "

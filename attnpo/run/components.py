@@ -1,4 +1,4 @@
-"""Protocols of the components that a run calls: builders of model and data, known truth, extra measurements."""
+"""Protocols of the components that a run calls: builders of model and data, the true reward, extra measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # the testbed is built without torch
 
 @dataclass(frozen=True)
 class BuiltFolders:
-    """Folders of a built model and its data, measurements from the build, and whether they were reused."""
+    """Folders of a built model and its data, measurements from the build, and whether an earlier build was reused."""
 
     model_path: Path
     data_path: Path
@@ -21,7 +21,7 @@ class BuiltFolders:
 
 @dataclass(frozen=True)
 class PreparedJudge:
-    """Folder of a built second base model, measurements from the build, and whether it was reused."""
+    """Folder of a built second base model, measurements from the build, and whether an earlier build was reused."""
 
     path: Path
     report: dict[str, object]
@@ -30,7 +30,7 @@ class PreparedJudge:
 
 @runtime_checkable
 class JudgePreparer(Protocol):
-    """``prepare`` component that can also build another model to use as the judge."""
+    """``prepare`` component that can also build a second model to use as the judge."""
 
     def prepare_judge(self, root: Path) -> PreparedJudge:
         """Returns the judge's folder; builds it if it is missing."""
@@ -52,13 +52,13 @@ class Truth(Protocol):
         """Returns the policy's scores."""
 
     def base_answers(self, *arguments: Any, **named: Any) -> Any:
-        """Returns the base's answers to the prompts of a split, which several scores can share."""
+        """Returns the base model's answers to the prompts of a split, which several calls of ``score`` can share."""
 
     def mark_decisive(self, pair: "PreferencePair", side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
         """Returns whether each token, given by its character range in the response, decides the true reward."""
 
     def is_flipped(self, pair: "PreferencePair") -> bool:
-        """Returns whether the rejected response is truly the better one."""
+        """Returns whether the true reward prefers the rejected response."""
 
 
 @runtime_checkable
@@ -81,4 +81,4 @@ class DriftMeasure(Protocol):
         """Returns the number of validation pairs to measure on; 0 turns the measurement off."""
 
     def measure(self, *arguments: Any, **named: Any) -> "dict[str, Json]":
-        """Returns ``RunResult.drift`` of a policy, from its inputs and its sampled answers."""
+        """Returns the content of ``RunResult.drift``, measured on the run's inputs and on sampled answers."""

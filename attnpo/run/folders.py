@@ -1,6 +1,6 @@
 """Folders of runs and of the store.
 
-Every run gets its own folder, the same for all processes of a job; all runs share the store. Light: known before any
+Every run gets its own folder, the same for all processes of a job; all runs share the store. Light: runs before any
 heavy import.
 """
 
@@ -26,14 +26,15 @@ STUDY_FILES = ("study.json", "results.csv", "table.md", TABLES)  # files of a fi
 
 
 def store_root(store: str | None) -> Path:
-    """Returns the folder of the store, which holds weights, reference log-probabilities and testbed bases."""
+    """Returns the folder of the store, which contains weights, reference log-probabilities and testbed bases."""
     return Path(store).expanduser() if store is not None else cache_root()
 
 
 def run_folder(cfg: RunConfig) -> Path:
-    """Returns the folder of a run or study: ``name`` if given, else one named by study and setting or by a time stamp.
+    """Returns the folder of a run or study: ``name`` if given, else a reused or time-stamped one.
 
-    Raises UserError for an invalid path, and for ``resume=auto`` or a job of several processes without a name.
+    ``RunConfig.reusable_folder`` decides whether to reuse one. Raises UserError if the path is invalid, or if there is
+    no ``name`` although ``resume=auto`` or a job of several processes needs it.
     """
     output, kept = Path(cfg.output), cfg.reusable_folder()
     if cfg.name is not None:
@@ -50,7 +51,7 @@ def run_folder(cfg: RunConfig) -> Path:
 
 
 def load_saved_config(folder: Path, said: str) -> RunConfig:
-    """Reads the config of the run in ``folder``; ``said``: how the user named it. Raises UserError on failure."""
+    """Reads the config of the run in ``folder``; ``said``: the user's setting. Raises UserError on failure."""
     path = folder.expanduser() / CONFIG
     if not path.is_file():
         raise UserError(f"{said}: this is not the folder of a run ({CONFIG} is missing); give the folder of a run")
@@ -93,7 +94,7 @@ def _make_folder_error(folder: Path, problem: OSError) -> UserError:
 
 
 def timestamped_folder(output: Path, prefix: str) -> Path:
-    """Returns a new folder ``prefix`` with a time stamp; processes launched by this one inherit the stamp."""
+    """Returns a new folder ``prefix-STAMP`` with a time stamp, which processes launched by this one inherit."""
     if world_size() > 1:
         if STAMP not in os.environ:
             raise UserError(f"this job has {world_size()} processes: set name=NAME so that they share one run folder")

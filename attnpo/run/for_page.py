@@ -1,4 +1,4 @@
-"""Examples a run saves for its study's page: one pair with its token weights, and a few answers."""
+"""Examples that a run saves for its study's page: a few pairs with token weights, and a few answers."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ ANSWERS, PAIRS = 4, 1  # of each run
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """Last message of a prompt, with the answers of the trained policy and its base."""
+    """Last message of a prompt, with the answers of the trained policy and its base model."""
 
     prompt: str
     policy: str
@@ -34,9 +34,10 @@ class PageExamples:
 
 
 def save_page_examples(folder: Path, heat: Sequence[WeighedPair], sampled: Sequence[PreferencePair]) -> None:
-    """Saves the first pairs, and answers to prompts spread over all of ``sampled``.
+    """Saves the first pairs, and the answers to a few prompts spread evenly over ``sampled``.
 
-    ``sampled``: the policy's answers as chosen, the base's as rejected. If empty, reads ``generations.jsonl`` instead.
+    ``sampled``: pairs with the policy's answer as chosen and the base model's as rejected. If it is empty, the answers
+    come from ``generations.jsonl``.
     """
     some = sampled[:: max(1, len(sampled) // ANSWERS)][:ANSWERS]
     answers = [{"prompt": pair.prompt[-1]["content"], "policy": pair.chosen, "base": pair.rejected} for pair in some]
@@ -51,7 +52,7 @@ def save_page_examples(folder: Path, heat: Sequence[WeighedPair], sampled: Seque
 
 
 def load_page_examples(folder: Path) -> PageExamples | None:
-    """Returns the saved examples of a run; None if there are none, or if they cannot be read, which is logged."""
+    """Returns a run's saved examples; None if there are none, or (with a warning) if they cannot be read."""
     path = folder / FILE
     try:
         record = parse_json(path.read_text(encoding="utf-8"))

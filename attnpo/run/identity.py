@@ -1,6 +1,6 @@
 """Identity of a run: the config keys, and the files they name, that can change its numbers.
 
-The one definition of it, for resuming a run, reusing a study's finished points and telling a study's arms apart.
+Resuming a run, reusing a study's finished points and telling a study's arms apart all use this definition.
 """
 
 import re
@@ -54,9 +54,10 @@ COMPILED = "model.compile"
 class RunIdentity:
     """Config keys that define a run; all mappings are flat except ``inputs``.
 
-    ``numbers``: can change the numbers of training. ``result``: can change any number of the result, including scores
-    and choices of checkpoints. ``settings``: all but model and data path. ``paths``: compared by their contents.
-    ``inputs``: nodes that can change pairs or weights. ``moveless``: keys that change no number.
+    ``numbers``: keys that can change the numbers of training. ``result``: keys that can change any number of the
+    result, including scores and the choice of checkpoints. ``settings``: all keys that can change a number, except the
+    paths of model and data. ``paths``: paths to compare by the contents of the files. ``inputs``: config nodes that can
+    change pairs or weights. ``moveless``: keys that change no number.
     """
 
     numbers: dict[str, object]
@@ -86,7 +87,7 @@ def make_identity(cfg: RunConfig) -> RunIdentity:
 
 
 def load_saved_numbers(path: Path, moveless: Sequence[str]) -> dict[str, object]:
-    """Reads ``RunIdentity.numbers`` of the config saved at ``path``; ``moveless``: that of the current config."""
+    """Reads ``RunIdentity.numbers`` of the config saved at ``path``; ``moveless``: from the current identity."""
     with wrap_yaml_errors(path):
         values = to_container(DictConfig(OmegaConf.load(path)))
     source = instantiate(values["weights"])
@@ -104,15 +105,15 @@ def _select_numbers(
     return {key: value for key, value in every.items() if key in KEPT or not is_at_or_below(key, idle)}
 
 
-def component_class(value: object) -> object:
-    """Returns a config value; for a component of this package only the class name, without its module."""
+def shorten_class_path(value: object) -> object:
+    """Returns a config value; shortens the path of a class in this package to the class name."""
     own = isinstance(value, str) and value.startswith(f"{PACKAGE.name}.")
     return str(value).rpartition(".")[2] if own else value
 
 
 def flatten_with_classes(values: Mapping[str, object]) -> dict[str, object]:
-    """Returns all keys of a config with their values; this package's components as class names."""
-    return {key: component_class(value) if key.endswith("_target_") else value for key, value in flatten(values)}
+    """Returns all keys of a config with their values; shortens the paths of this package's classes to class names."""
+    return {key: shorten_class_path(value) if key.endswith("_target_") else value for key, value in flatten(values)}
 
 
 def _unused_keys(values: Mapping[str, Json], source: WeightSource) -> list[str]:
@@ -125,7 +126,7 @@ def _unused_keys(values: Mapping[str, Json], source: WeightSource) -> list[str]:
 
 
 def _comparable_values(values: Mapping[str, Json]) -> dict[str, object]:
-    """Returns all keys with values that compare equal across versions: components as classes, defaults filled in."""
+    """Returns all keys with values comparable across versions: class names without modules, defaults filled in."""
     every = {key: value for key, value in flatten_with_classes(values).items() if not OF_SETS.fullmatch(key)}
     if every.get(MODE, "") is None:
         every[MODE] = monitor_mode(str(every.get(MONITOR, CallbackSettings.monitor)))

@@ -1,4 +1,4 @@
-"""Summary of a run's inputs (rows read, cut, dropped and weighed) as log lines and as numbers for its result."""
+"""Summary of a run's inputs (rows read, cut, dropped and weighed) as log lines, and as numbers for the run's result."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,7 +88,7 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
 
 
 def describe_lost_weights_of_split(inputs: Inputs, split: str) -> str | None:
-    """Returns a warning if a split loses many of its weights on the way to the training tokens, else None."""
+    """Returns a warning if many weights of a split are not matched to training tokens, else None."""
     weighed, made = inputs.weighed, inputs.examples[split]
     if not made.examples:
         return None
@@ -98,7 +98,7 @@ def describe_lost_weights_of_split(inputs: Inputs, split: str) -> str | None:
 
 
 def describe_split(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Iterator[str]:
-    """Yields how many of a split's rows remain, how long they are, and how much of their weights was kept."""
+    """Yields lines on how many of a split's rows remain, their lengths, and the share of the weights that was kept."""
     pairs, made = inputs.pairs[split], inputs.examples[split]
     dropped = f"{pairs.num_dropped} dropped on reading, {made.dropped} later"
     yield f"{split}: {statistics['pairs']} pairs of {pairs.read} rows ({dropped})"
@@ -111,7 +111,7 @@ def describe_split(inputs: Inputs, split: str, statistics: dict[str, Any]) -> It
     yield f"{split}: tokens at p50/p90/p99/max: {', '.join(lengths)}"
     effective = statistics.get("effective_share")
     if effective is None:
-        yield f"{split}: coverage {statistics['coverage']:.4f}, weights are computed in each step"
+        yield f"{split}: coverage {statistics['coverage']:.4f}; weights are computed in each step"
     else:
         arrived = WeightCoverage(*(statistics[name] for name in ("coverage", *COLUMNS)))
         yield f"{split}: {arrived.describe()}, effective share of weights {effective:.3f}"
@@ -156,14 +156,14 @@ def log_plan(
     kept: CallbackSettings,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Logs the steps of the training, and example 0 with its weights."""
+    """Logs how many steps training takes and when it validates, and the first example with its weights."""
     log.info("%s", describe_plan(len(examples.examples), plan, settings, kept))
     for line in describe_example(examples.examples[0], tokenizer) if examples.examples else []:
         log.info("%s", line)
 
 
 def _count_cut_prompts(weighed: WeighingResult) -> dict[str, dict[str, int]]:
-    """Counts the judge prompts, or the pairs with a scorer's instruction, that were read and that had to be cut."""
+    """Counts how many judge prompts, or pairs with a scorer's instruction, were read and how many had to be cut."""
     if weighed.report is None:
         return {}
     found: dict[str, dict[str, int]] = {}
@@ -175,7 +175,7 @@ def _count_cut_prompts(weighed: WeighingResult) -> dict[str, dict[str, int]]:
 
 
 def log_weighing(weighed: WeighingResult) -> None:
-    """Logs how the weights were read: cut prompts, the judge's quality, its traces and its answers, with warnings."""
+    """Logs how the weights were read: cut prompts, thinking traces, the judge's accuracy, the verbalizer's answers."""
     cut_prompts = _count_cut_prompts(weighed)
     if (cut := cut_prompts.get("judge_prompts", {})).get("cut"):
         log.warning("%(cut)d of %(read)d judge prompts were cut at judge.max_length", cut)
@@ -211,8 +211,8 @@ def require_examples(split: str, made: ExampleSet, processes: int) -> None:
     if pairs and not get_pair_weights(made.examples).any():
         nothing = "trained" if split == "train" else "measured and best/ would be chosen by a loss of 0"
         raise UserError(
-            f"{split}: all {pairs} pairs have weight 0 (their pair weight, or all token weights of both responses), "
-            f"so nothing would be {nothing}: choose other weights or data"
+            f"{split}: all {pairs} pairs have weight 0 (the pair weight, or every token weight of both responses, "
+            f"is 0), so nothing would be {nothing}: choose other weights or data"
         )
     if 0 < pairs < processes:
         raise UserError(
@@ -222,14 +222,14 @@ def require_examples(split: str, made: ExampleSet, processes: int) -> None:
 
 
 def require_budgets(examples: Mapping[str, ExampleSet], layout: str, plan: BatchPlan) -> None:
-    """Checks the token budgets before the data module does; for layout ``auto`` assumes the layout that needs least."""
+    """Checks the token budgets before the data module does; assumes the cheapest layout for ``auto``."""
     budgets = {"train": ("tokens", plan.token_budget), "val": ("eval_tokens", plan.eval_token_budget)}
     for split, (key, budget) in budgets.items():
         check_token_budget(examples[split].examples, COSTS.get(layout, SHARED_PREFIX), budget, f"batch.{key}")
 
 
 def describe_answers(answers: VerbalizerStatistics) -> Iterator[str]:
-    """Yields how many of the verbalizer's answers could be used, and why others could not."""
+    """Yields log lines: how many of the verbalizer's answers could be used, and why others could not."""
     yield (
         f"verbalizer: {answers.parse_rate:.1%} of {answers.answers} answers have a usable part, {answers.parts} parts "
         f"in all; on average {answers.coverage:.1%} of a response's tokens have a score"
@@ -237,7 +237,7 @@ def describe_answers(answers: VerbalizerStatistics) -> Iterator[str]:
     for reason, count in answers.problems.items():
         yield f"verbalizer: {reason}: {count}"
     if answers.lost:
-        yield f"verbalizer: {answers.lost} answers are no longer in the store, but their scores are"
+        yield f"verbalizer: {answers.lost} answers are no longer in the store, but the scores read from them still are"
 
 
 ROW_WIDTH = 24  # tokens
@@ -246,7 +246,8 @@ ROW_WIDTH = 24  # tokens
 def describe_example(example: TrainingExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Describes a training example: end of the prompt, then the first ``ROW_WIDTH`` tokens per side as text|weight.
 
-    Weights are relative to uniform (a distribution times |y|, a factor as it is); tokens without weight show a dot.
+    Weights are relative to uniform: a distribution is multiplied by |y|, and a factor is shown as it is. A dot marks a
+    token of weight 0.
     """
     lines = [
         f"row 0, pair {example.pair_id[:8]}, prompt (masked): ...{tokenizer.decode(example.chosen.prompt_ids[-40:])!r}"
@@ -261,7 +262,8 @@ def describe_example(example: TrainingExample, tokenizer: PreTrainedTokenizerBas
         more = f" ... {len(scaled) - ROW_WIDTH} more" if len(scaled) > ROW_WIDTH else ""
         lines.append(
             f"row 0, {name}, {len(scaled)} tokens, weights w sum to {float(torch.sum(row)):.3f}, |y| is {length:g}; "
-            f"each token with {'its factor' if example.factors else '|y| w'}, 1 if uniform: {' '.join(parts)}{more}"
+            f"each token is shown with {'its factor' if example.factors else '|y| w'} (uniform: 1): "
+            f"{' '.join(parts)}{more}"
         )
     return lines
 
@@ -280,10 +282,10 @@ def describe_lost_weights(
     arrived: WeightCoverage,
     tally: Tally,
 ) -> str | None:
-    """Returns a warning if many weights of ``rows`` do not arrive on training tokens, else None.
+    """Returns a warning if many weights of ``rows`` are not matched to training tokens, else None.
 
-    The warning names settings that can help. Weights computed on the training tokens can only lose what length limits
-    cut, which is logged separately.
+    The warning names settings that can help. If weights are computed on the training tokens, only length limits can
+    remove some, which is logged separately.
     """
     if source.tokens == "train" or not arrived.is_low:
         return None
@@ -291,7 +293,7 @@ def describe_lost_weights(
     if isinstance(reader, RunJudge):
         same = reader.settings.assembly is Assembly.TEXT
         helps += ["judge.assembly=ids (for a judge with the model's tokenizer)"] * same
-        helps.append("another wording (judge.template_file)")
+        helps.append("another prompt wording (judge.template_file)")
     if align is AlignMethod.LEVENSHTEIN:
         helps.append("align.method=characters")
     cut = sum(tally.count_starting_with(words.format(side)) for words in (CUT, CUT_IN_FRONT) for side in SIDES)
@@ -311,7 +313,7 @@ def describe_weight_origin(source: WeightSource, rows: Sequence[StoredRow]) -> s
 
 
 def log_coverage_by_layer(readers: Readers, weighed: WeighingResult, encoded: EncodedSet, align: AlignRules) -> None:
-    """Logs coverage and kept mass of every stored layer, without transforms, on a sample of this process's pairs."""
+    """Logs coverage and kept share of the weights for every stored layer, without transforms, on a sample of pairs."""
     pairs = select_calibration_pairs([pair for pair in encoded.pairs if pair.pair_id in weighed.captured], SAMPLE)
     sample = sample_as_splits(encoded, pairs)["train"]
     source, rows, captured = weighed.source, weighed.layers, weighed.captured

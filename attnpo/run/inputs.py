@@ -33,8 +33,8 @@ from attnpo.weights.capture import LogpPair
 class Inputs:
     """Pairs, weights and training examples of both splits.
 
-    ``recipe``: how the weights were computed. ``overlap``: pairs shared by validation and training. ``measured``:
-    statistics of the examples. ``layer_choice``: record of the layer search.
+    ``recipe``: how the weights were computed. ``overlap``: how many pairs are in both validation and training data.
+    ``measured``: statistics of the examples. ``layer_choice``: record of the layer search.
     """
 
     pairs: dict[str, PairSet]
@@ -98,7 +98,7 @@ def read_inputs(cfg: RunConfig, base: BaseModel, readers: Readers) -> Inputs:
 
 
 def write_training_prompts(inputs: Inputs, folder: Path) -> None:
-    """Writes digests of the training prompts to the run folder, so that evaluations can detect them."""
+    """Writes digests of the training prompts to the run folder, so that evaluations can recognise these prompts."""
     examples, pairs = inputs.examples["train"].examples, inputs.pairs["train"].pairs
     if isinstance(examples, ExampleRows):
         write_prompt_digests(folder, examples.prompt_digests())
@@ -131,7 +131,8 @@ def heat_map_pairs(
 ) -> list[WeighedPair]:
     """Returns the first ``count`` training pairs with their weights and the judge's verdicts, if any.
 
-    Empty if weights are computed during training. ``policy``: log-probabilities of tokens after training, by pair id.
+    Returns an empty list if weights are computed during training. ``policy``: the tokens' log-probabilities after
+    training, by pair id.
     """
     if isinstance(inputs.weighed.source, OnlineSource):
         return []

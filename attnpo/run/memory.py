@@ -1,6 +1,6 @@
 """Memory check of a run before any model loads: whether it fits, and the values of ``auto`` for model and batch.
 
-An ``auto`` becomes the fastest choice that fits, then as large as possible.
+Each ``auto`` in the model becomes the fastest choice that fits; token budgets then become as large as fits.
 """
 
 import logging
@@ -36,7 +36,7 @@ BUDGETS = ("tokens", "eval_tokens")
 
 @dataclass(frozen=True)
 class MemoryConfig(RootConfig):
-    """Part of a config that decides the memory of training; optional packages may be missing."""
+    """Part of a config that determines how much memory training needs; optional packages may be missing."""
 
     model: ModelSpec
     objective: PreferenceObjective
@@ -50,7 +50,7 @@ class MemoryConfig(RootConfig):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Settings that decide the memory of a training, with unresolved ``auto`` in model and batch.
+    """Settings that determine how much memory training needs; ``auto`` in model and batch is unresolved.
 
     ``reference``: kind of reference, None if the objective reads none. ``moments``: dtype of the optimiser's moments.
     """
@@ -85,7 +85,7 @@ class MemoryPlan:
         )
 
     def device_memory(self) -> int | None:
-        """Returns the bytes of this device, or of the node's smallest GPU with several processes; None if unknown."""
+        """Returns this device's memory in bytes; with several processes, that of the smallest GPU. None if unknown."""
         own = device_memory(inference_device(self.trainer.accelerator))
         if own is None or planned_processes(self.trainer) == 1:
             return own
@@ -94,7 +94,7 @@ class MemoryPlan:
 
 
 def make_memory_plan(cfg: RunConfig | MemoryConfig) -> MemoryPlan:
-    """Returns the settings of a config that decide the memory of its training."""
+    """Returns the settings of a config that determine how much memory training needs."""
     reads = cfg.objective.requires | online_statistics(cfg.weights)
     reference = cfg.reference if "reference" in reads else None
     return MemoryPlan(cfg.model, cfg.batch, cfg.lengths.max_length, cfg.trainer, cfg.optimizer.moments, reference)
@@ -115,7 +115,7 @@ def require_device(accelerator: str) -> None:
 def log_training_memory(
     plan: MemoryPlan, model: ModelSpec, batch: BatchPlan, overrides: Sequence[str], config_dir: Path | None
 ) -> None:
-    """Logs the memory that training needs and whether it fits; if not, also options of ``hardware`` to choose from."""
+    """Logs the memory that training needs and whether it fits; if not, also lists options of the group ``hardware``."""
     config, capacity = (
         load_config(model.path, model.revision),
         device_memory(inference_device(plan.trainer.accelerator)),
@@ -140,7 +140,7 @@ def log_judge_memory(judge: RunJudge, device: torch.device) -> None:
 
 @contextmanager
 def tolerate_failed_estimate(path: str) -> Iterator[None]:
-    """Logs a failed estimate as a warning and continues, because some model configs lack the numbers it needs."""
+    """Logs a warning if an estimate fails, and continues: some model configs lack the numbers for an estimate."""
     try:
         yield
     except UserError:
@@ -173,7 +173,7 @@ def fit_memory(plan: MemoryPlan) -> tuple[ModelSpec, BatchPlan]:
     """Resolves every ``auto`` of model and batch by the memory estimate, and logs the reason once.
 
     Takes the first of ``ModelSpec.memory_choices`` that fits with the smallest budgets, then the largest budgets that
-    fit. If nothing fits or there is no estimate, takes the choice that needs least memory. The saved config keeps
+    fit. If nothing fits or there is no estimate, takes the choice that needs the least memory. The saved config keeps
     ``auto``.
     """
     asked, batch = plan.model, plan.smallest_batch
@@ -186,7 +186,7 @@ def fit_memory(plan: MemoryPlan) -> tuple[ModelSpec, BatchPlan]:
         return asked, batch
     estimates: list[MemoryEstimate] = []
     capacity = plan.device_memory()
-    place, why = len(choices) - 1, "the one that needs least memory, because there is no estimate"
+    place, why = len(choices) - 1, "the one that needs the least memory, because there is no estimate"
     with tolerate_failed_estimate(asked.path):
         config = load_config(asked.path, asked.revision)
         estimates = [plan.estimate(config, choice, batch) for choice in choices]
@@ -198,7 +198,7 @@ def fit_memory(plan: MemoryPlan) -> tuple[ModelSpec, BatchPlan]:
 
 
 def maximize_token_budgets(plan: MemoryPlan, config: PretrainedConfig, model: ModelSpec, capacity: int) -> BatchPlan:
-    """Sets every ``auto`` budget of the batch to the largest that fits ``capacity`` bytes, at most a process's step."""
+    """Sets every ``auto`` budget to the most tokens that fit ``capacity`` bytes, but at most a process's whole step."""
     least = plan.smallest_batch
     share = min(MOST, 2 * plan.max_length * -(-least.pairs // planned_processes(plan.trainer)))
 
@@ -220,15 +220,17 @@ def maximize_token_budgets(plan: MemoryPlan, config: PretrainedConfig, model: Mo
 def choose_quickest_fit(estimates: Sequence[MemoryEstimate], capacity: int | None) -> tuple[int, str]:
     """Returns the index of the first (fastest) estimate that fits ``capacity`` bytes, and the reason for the choice."""
     if capacity is None:
-        return len(estimates) - 1, "the one that needs least memory, because no GPU memory could be read"
+        return len(estimates) - 1, "the one that needs the least memory, because no GPU memory could be read"
     for place, estimate in enumerate(estimates):
         if estimate.fits(capacity):
             return place, f"the fastest that fits the device's {capacity / GIB:.1f} GiB"
-    return len(estimates) - 1, f"the one that needs least memory, but it exceeds the device's {capacity / GIB:.1f} GiB"
+    return len(estimates) - 1, (
+        f"the one that needs the least memory, but it exceeds the device's {capacity / GIB:.1f} GiB"
+    )
 
 
 def describe_decision(asked: ModelSpec, made: ModelSpec) -> tuple[str, str, str]:
-    """Returns the ``auto`` keys, their resolved values, and the settings that replace ``auto``, as texts."""
+    """Returns the ``auto`` keys, their resolved values, and the settings to use instead of ``auto``, as strings."""
     keys = [key for key in (*KEYS, "compile") if getattr(asked, key) == AUTO]
     what = _join_auto_keys([f"model.{key}" for key in keys])
     least = replace(asked.memory_choices()[-1], compile=None)

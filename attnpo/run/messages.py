@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 def log_opening_lines(command: str, cfg: RunConfig, folder: Path | None, budget: str | None = None) -> None:
-    """Logs six lines about what ``command`` will do and where it writes. ``budget``: a study's own."""
-    choices, later, objective = cfg.composed.choices, cfg.chosen_later(), cfg.objective
+    """Logs six lines about what ``command`` will do and where it writes. ``budget``: a study's own description."""
+    choices, later, objective = cfg.composed.choices, cfg.groups_set_by_runs(), cfg.objective
     built = None
     if cfg.prepare is not None:
         built = f"built by {choices.get('prepare') or type(cfg.prepare).__name__} (once, then from the store)"
@@ -80,7 +80,7 @@ LOW_RATE = 1e-5  # for adapters, whose update starts at 0; 1e-6 is common when a
 
 
 def warn_low_learning_rate(rate: float) -> None:
-    """Warns about training adapters with a learning rate that suits full training."""
+    """Warns if adapters would be trained with a learning rate that suits full training."""
     if rate < LOW_RATE:
         line = (
             f"optimizer.lr={rate:g} is too low for adapters (model.lora), which would hardly change: "
@@ -93,7 +93,7 @@ _said: set[str] = set()
 
 
 def log_once(lines: Iterable[str], level: int = logging.INFO) -> None:
-    """Logs lines that this process has not logged yet, because the points of a study share most of them."""
+    """Logs only those ``lines`` that this process has not logged yet, because a study's points share most of them."""
     for line in lines:
         if line not in _said:
             _said.add(line)
@@ -115,7 +115,7 @@ def closing_lines(composed: Composition, seed: int, folder: Path, result: RunRes
 
 
 def outcome_text(result: RunResult) -> str:
-    """Describes the outcome in words, including that a single run allows no comparison."""
+    """Describes the outcome in words, and adds that a single run allows no comparison."""
     if result.truth is not None:
         scores = result.truth["test"].numbers
         text = (
@@ -136,7 +136,7 @@ def outcome_text(result: RunResult) -> str:
 
 
 def next_commands(composed: Composition, seed: int, folder: Path) -> list[str]:
-    """Returns commands for the run's table, another seed, and the same run with other weights if ``fit`` accepts it."""
+    """Returns commands for the run's table, another seed, and, if ``fit`` accepts that, other weights."""
     uniform = composed.choices.get("weights") == "uniform"
     other, objective = ("attention", "twdpo") if uniform else ("uniform", "dpo")
     twins = [(f"weights={other}",), (f"weights={other}", f"objective={objective}")]
@@ -146,7 +146,7 @@ def next_commands(composed: Composition, seed: int, folder: Path) -> list[str]:
 
 
 def _fit_arguments(composed: Composition, *given: str) -> list[str] | None:
-    """Returns the arguments of ``fit`` for this run with other overrides, in a new folder; None if it rejects them."""
+    """Returns ``fit``'s arguments for this run with other overrides, in a new folder; None if these are invalid."""
     try:
         again: RunConfig = load("fit", _replace_overrides(composed, *given), composed.config_dir)
     except UserError:
@@ -155,7 +155,7 @@ def _fit_arguments(composed: Composition, *given: str) -> list[str] | None:
 
 
 def _replace_overrides(composed: Composition, *given: str) -> tuple[str, ...]:
-    """Returns the run's overrides with ``given`` in place of the same keys, and without those of its folder."""
+    """Returns the run's overrides with ``given`` in place of the same keys, and without keys of the run folder."""
     replaced = {*PLACES, *map(_override_key, given)}
     return (*(item for item in composed.overrides if _override_key(item).partition(".")[0] not in replaced), *given)
 

@@ -1,6 +1,6 @@
-"""Policy that a run trains and its reference, as a live model or as stored log-probabilities.
+"""Policy that a run trains, and the reference: a live model or stored log-probabilities.
 
-A stored reference is float32 log-probabilities per token, so that no second model is in memory.
+A stored reference is a float32 log-probability per token, so that no second model is in memory.
 """
 
 import logging
@@ -64,8 +64,8 @@ def fill_reference_table(
 ) -> None:
     """Computes the reference log-probabilities that ``table`` lacks for the examples, and adds them.
 
-    ``model``: the reference. ``shard`` (rank, ranks): compute only every ranks-th example. Without it, raises UserError
-    in a job of several processes; ``refill`` is the command that fills the store.
+    ``model``: the reference. ``shard`` (rank, ranks): compute only every ranks-th example; if None, a job of several
+    processes raises UserError. ``refill``: the command that fills the store, for the error message.
     """
     places: dict[str, tuple[Sequence[TrainingExample], int, int]] = {}
     for made in sets.values():
@@ -99,7 +99,7 @@ def choose_layout(
 ) -> Layout:
     """Returns the layout stored for this model, device and versions; otherwise tries the layouts and stores the result.
 
-    ``reference``: its kind. ``models``, ``requests`` and errors: as in ``trial.select_layout``.
+    ``reference``: kind of reference. ``models``, ``requests`` and errors: as in ``trial.select_layout``.
     """
     if layout == "padded" or not all(is_materialised(model.model) for model in models):
         return select_layout(layout, models, requests, base.device)
@@ -112,7 +112,7 @@ def choose_layout(
     trial = _TrialRecord.for_model(base, LAYOUT_TRIALS, facts)
     kept = (read_record(trial.path) or {}).get("taken")
     if kept in LAYOUTS:
-        log.info("layout %s: from an earlier trial with this model, device and versions, in the store", kept)
+        log.info("layout %s: from an earlier trial with this model, device and versions (kept in the store)", kept)
         return LAYOUTS[kept]
     taken = select_layout(layout, models, requests, base.device)
     trial.save(taken=_layout_name(taken))
@@ -146,14 +146,14 @@ class _TrialRecord(NamedTuple):
 
 
 def reference_table(base: BaseModel, rules: LengthRules) -> StoreTable:
-    """Returns the store's table of reference log-probabilities under the given length rules."""
+    """Returns the store's table of reference log-probabilities for the given length rules."""
     limits = rules.max_prompt_length, rules.max_length
     key = reference_key(base.fingerprint(), base.chat.fingerprint(), *limits, keep=rules.keep.value)
     return base.store.table(REFERENCE, key)
 
 
 def add_reference_logps(store: Path, table: StoreTable, made: ExampleSet) -> Sequence[TrainingExample]:
-    """Returns a split's examples with stored log-probabilities. Raises UserError if one is missing or misfits."""
+    """Returns a split's examples with stored log-probabilities. Raises UserError if any is missing or does not fit."""
     examples, ids = made.examples, get_pair_ids(made.examples)
     chosen, rejected = (counts.tolist() for counts in count_row_tokens(examples).responses)
 
@@ -184,7 +184,7 @@ def load_base_model(base: BaseModel) -> PreTrainedModel:
 
 
 def load_policy(base: BaseModel) -> ScoredLM:
-    """Loads the model to train; with ``model.lora`` including new adapters, which change no output at first.
+    """Loads the model to train; with ``model.lora``, adds new adapters, which change no output at first.
 
     With ``model.reward``, loads a reward model on the same base.
     """
@@ -230,19 +230,19 @@ def _load_reward_policy(base: BaseModel) -> ScoredLM:
 
 
 def compile_policy(base: BaseModel, policy: ScoredLM, layout: Layout, *, required: bool) -> bool:
-    """Compiles the blocks of a policy for training in ``layout``, if ``model.compile`` says so.
+    """Compiles the blocks of a policy for training in ``layout``, if ``model.compile`` requests it.
 
-    Returns False if blocks that are not ``required`` (``auto``) do not run or give other numbers; raises UserError if
-    they are required. Stores the result of the comparison, and torch's compiled code next to it.
+    If compiled blocks fail or their numbers differ from those of plain blocks, raises UserError if ``required``, and
+    otherwise (``auto``) returns False. Stores the result of the comparison, and torch's compiled code next to it.
     """
     backend, _ = base.spec.backend(base.device.type)
     if backend is None:
         return True
     os.environ.setdefault(COMPILED_CODE, str((Path(base.store.root) / "inductor").absolute()))
     log.info(
-        "model.compile=%s: compiling takes about a minute without a cache (64 s for 8B on an H100), later some seconds "
-        "for a new layout; a few blocks are compiled now to compare them with plain ones (unless the store has the "
-        "result), the others in the first step; torch caches the code in %s",
+        "model.compile=%s: compiling takes about a minute without a cache (64 s for 8B on an H100), and later a few "
+        "seconds per new layout; a few blocks are compiled now to compare them with plain ones (unless the store has "
+        "the result), the others in the first step; torch caches the code in %s",
         *(backend, os.environ[COMPILED_CODE]),
     )
     try:
@@ -257,7 +257,7 @@ def compile_policy(base: BaseModel, policy: ScoredLM, layout: Layout, *, require
 
 
 def _require_same_numbers(base: BaseModel, policy: ScoredLM, backend: str, layout: Layout) -> None:
-    """Raises ``UserError`` if compiled blocks fail or give other numbers; uses the stored result if there is one."""
+    """Raises ``UserError`` if compiled blocks fail or change the numbers; uses the stored result if there is one."""
     trial = _TrialRecord.for_model(base, COMPILE_TRIALS, {"backend": backend, "layout": _layout_name(layout)})
     kept = read_record(trial.path)
     against = None if kept is None else kept.get("against")
@@ -292,7 +292,7 @@ def refit_without_compilation(plan: MemoryPlan, spec: ModelSpec, policy: ScoredL
 
 
 def load_reference(base: BaseModel, kind: str, policy: ScoredLM) -> ScoredLM:
-    """Loads the live reference: a frozen copy of the base, or the policy without its adapters."""
+    """Loads the live reference: a frozen copy of the base model, or the policy without its adapters."""
     if kind == "adapter_off":
         return AdapterDisabledReference(policy)
     reference = ScoredLM(load_base_model(base), chunk=base.spec.chunk)

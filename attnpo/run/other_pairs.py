@@ -36,8 +36,8 @@ def weigh_other_pairs(
 ) -> list[TrainingExample]:
     """Returns the pairs as examples with weights; weights are 0 for pairs that get none.
 
-    A source that asks a generator gives empty weights unless ``ask`` is set. Pairs without the source's columns get
-    weights of 0.
+    A source that needs a generator's answers gives empty weights unless ``ask`` is set. Pairs that lack the columns of
+    the source get weights of 0.
     """
     encoded = encode_pairs(pairs, readers.base.chat, readers.lengths, keep_same=True)
     known: dict[str, TrainingExample] = {}

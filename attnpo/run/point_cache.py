@@ -17,9 +17,9 @@ Some = TypeVar("Some")
 
 @dataclass
 class PointCache:
-    """In-process cache that drops the least recently used of more than ``entries`` values.
+    """In-process cache of at most ``entries`` values; drops the least recently used first.
 
-    ``room``: size limit of a value, in the unit of the ``size`` given to ``get_or_make``; larger ones are not cached.
+    ``room``: size limit of a value, in the unit of ``size`` in ``get_or_make``; larger values are not cached.
     """
 
     entries: int
@@ -32,7 +32,7 @@ class PointCache:
     def get_or_make(
         self, key: Callable[[], dict[str, object]], make: Callable[[], Some], size: Callable[[Some], int]
     ) -> Some:
-        """Returns the cached value for ``key``, or makes and caches it; "what" in the key names it in the log."""
+        """Returns the cached value for ``key``, or makes and caches one. The log names it by the key's "what"."""
         if not _open:
             return make()
         parts = key()
@@ -55,7 +55,7 @@ _open: list[object] = []
 def cache_between_runs() -> Iterator[None]:
     """Opens a context in which caches are shared by the runs of this process; ``clear_caches`` empties them.
 
-    The contents of the configs' paths must not change inside.
+    Files that the runs' configs name must not change inside the context.
     """
     _open.append(None)
     try:

@@ -79,7 +79,7 @@ def write_run_report(
         Section("Training", [Image(folder / CURVES, "training and validation by optimiser step")]),
     ]
     if result.truth is not None:
-        blocks.append(Section("True reward on held-out prompts", [truth_table(result.truth)]))
+        blocks.append(Section("True reward on held-out prompts", [true_reward_table(result.truth)]))
     if settings.samples and (samples := read_samples(folder)):
         answers = [
             SideBySide(row["prompt"], {"before (reference)": row["reference"], "after (policy)": row["policy"]})
@@ -126,7 +126,7 @@ def read_samples(folder: Path) -> list[dict[str, str]]:
     ]
 
 
-def truth_table(truth: Mapping[str, TruthScores]) -> TableBlock:
+def true_reward_table(truth: Mapping[str, TruthScores]) -> TableBlock:
     """Returns the true-reward scores as a table with a row per set of prompts."""
     names = list(truth["test"].numbers)
     heads = ["prompts", *("KL" if name == "kl" else readable_name(name) for name in names)]
@@ -135,7 +135,7 @@ def truth_table(truth: Mapping[str, TruthScores]) -> TableBlock:
 
 
 def inputs_section(result: RunResult) -> Section:
-    """Returns the section on the inputs: a column per split, a table of lengths, and the entries of neither split."""
+    """Returns the section on the inputs: a column per split, a table of lengths, and entries of no split."""
     every = {
         part: {name: value for name, value in flatten(result.split(part), " ") if value != {}} for part in result.inputs
     }
@@ -172,7 +172,7 @@ def readable_name(name: str) -> str:
 
 
 def _format_cell(value: object) -> Cell:
-    """Converts a value to a table cell; a list of [text, count] becomes text."""
+    """Converts a value to a table cell; joins a list of [string, count] into one string."""
     if isinstance(value, list):
         return ", ".join(f"{one[0]!r} ({one[1]})" if isinstance(one, list) else str(one) for one in value)
     return value if isinstance(value, str | float | int | None) else str(value)
@@ -184,7 +184,7 @@ KL = {"tokens": "share of tokens", "kl": "share of KL", "kl_per_token": "KL per 
 
 
 def drift_section(result: RunResult, folder: Path) -> Section:
-    """Returns the section on where the policy moved: KL by class of token, the remaining numbers and ``drift.png``.
+    """Returns the section on where the policy moved: KL by token class, the remaining numbers and ``drift.png``.
 
     Draws the figure.
     """
@@ -220,7 +220,7 @@ def drift_section(result: RunResult, folder: Path) -> Section:
 
 
 def _entries_under(every: Mapping[str, float | int], opening: str) -> Iterator[tuple[str, float | int]]:
-    """Returns the entries whose names begin with ``opening``, without that beginning."""
+    """Yields (name, value) of the entries whose names begin with ``opening``, which is removed."""
     return ((name.removeprefix(opening), value) for name, value in every.items() if name.startswith(opening))
 
 
@@ -272,14 +272,14 @@ def inputs_table(inputs: Mapping[str, Json]) -> tuple[list[str], list[list[objec
 
 
 def make_wandb_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> object:
-    """Returns a W&B table, which may mix numbers and texts in a column."""
+    """Returns a W&B table, which may mix numbers and strings in a column."""
     import wandb
 
     return wandb.Table(columns=list(columns), data=[*rows], allow_mixed_types=True)
 
 
 def flat_numbers(node: Mapping[str, object]) -> Iterator[tuple[str, float | int]]:
-    """Yields (path, value) of every finite number in nested mappings; skips lists, texts and booleans."""
+    """Yields (path, value) of every finite number in nested mappings; skips lists, strings and booleans."""
     for path, value in flatten(node, "/"):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             yield path, value
@@ -382,7 +382,7 @@ def _split_facts(inputs: Inputs, split: str, statistics: Mapping[str, object]) -
 
 
 def _describe_source(path: str, prepared: Path) -> dict[str, Any]:
-    """Returns name, path and Hub id of a model or data set for the card; hides the path of one built by ``prepare``."""
+    """Returns name, path and Hub id of a model or data set for the card; omits the path if ``prepare`` built it."""
     if Path(path).is_relative_to(prepared):
         return {"name": "a testbed base", "path": "built from nothing by `prepare`", "hub": None}
     local = Path(path).expanduser().exists()

@@ -61,7 +61,7 @@ from attnpo.weights.verbalizer_settings import Verbalizer
 class BaseModel:
     """Model that training starts from: its settings, chat format, device, precision and store.
 
-    ``precision``: the trainer's, such as "bf16-mixed".
+    ``precision``: the trainer's, e.g. "bf16-mixed".
     """
 
     spec: ModelSpec
@@ -93,7 +93,7 @@ class BaseModel:
             return dict(score_examples(model, examples, self.chat.rows.pad_id, layout))
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns a key for the reference's numbers: weights, dtypes and attention kernel."""
+        """Returns the facts that determine the reference's numbers: weights, dtypes and attention kernel."""
         return {
             "weights": weights_fingerprint(self.spec.path, self.spec.revision),
             "dtype": self.spec.dtype,
@@ -105,9 +105,10 @@ class BaseModel:
 
 @dataclass(frozen=True)
 class Readers:
-    """Readers of token weights in a run: cheap to describe, loaded only on use.
+    """Readers of token weights in a run: cheap to create, because models are loaded only on use.
 
-    ``length_from``: tokens that |y| counts, if any. ``command``: fills the store before a job of several processes.
+    ``length_from``: which tokens |y| counts (None: the objective has no such setting). ``command``: the command that
+    fills the store before a job of several processes.
     """
 
     base: BaseModel
@@ -124,7 +125,7 @@ class Readers:
         return f"in one process or several: {self.command}"
 
     def make_reader(self, source: WeightSource) -> WeightReader | None:
-        """Returns the reader of ``source``; None if it captures nothing. Raises UserError for an unknown kind."""
+        """Returns the reader of ``source``; None if the source needs none. Raises UserError for an unknown kind."""
         kinds: Mapping[str, Callable[[], WeightReader]] = {
             "judge": self.make_judge,
             "generator": lambda: RunVerbalizer(self.verbalizer, self.base.spec, self.base.chat, self.base.store),
@@ -142,7 +143,7 @@ class Readers:
         return kinds[wanted[0]]()
 
     def make_judge(self) -> RunJudge:
-        """Returns the run's judge, not loaded. Raises UserError if its tokens cannot be matched to training tokens."""
+        """Returns the run's judge, not yet loaded. Raises UserError if judge tokens cannot match training tokens."""
         judge = RunJudge(self.judge, self.base.spec, self.base.chat, self.base.store)
         key, length = "judge.max_length", judge.settings.max_length
         check_exact_length(load_text_config(judge.path, judge.revision), judge.path, key, length)
@@ -160,7 +161,7 @@ class Readers:
         shard: tuple[int, int] | None = None,
         every_row: bool = False,
     ) -> WeighingResult:
-        """Returns the weights of ``source`` for the ``encoded`` pairs (``data.weighing``); its layer must be known."""
+        """Returns the weights of ``source``, whose layer must be known, for ``encoded`` pairs (``data.weighing``)."""
         return weighing.weigh_splits(
             source,
             self.make_reader(source),
@@ -192,7 +193,7 @@ class Readers:
         return reward
 
     def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
-        """Raises UserError if token ids of two vocabularies would be matched; warns if they change the scale."""
+        """Raises UserError if token ids of two vocabularies would be matched; warns if |y| counts foreign tokens."""
         own = self.base.spec.path
         if tokenizer.get_vocab() == self.base.tokenizer.get_vocab():
             return
@@ -215,7 +216,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 class Resolved(NamedTuple, Generic[Config]):
-    """Config with all paths known, and the components made from it first; commands unpack it.
+    """Config with all paths filled in, and the components made from the config; commands unpack this tuple.
 
     ``report``: what ``prepare`` measured when it built model, data and judge.
     """
@@ -258,7 +259,7 @@ def missing_path_keys(model: ModelSpec, data: PairReader) -> list[str]:
 
 
 def make_judge(judge: Judge, source: WeightSource, prepare: Preparer | None, root: Path) -> PreparedJudge | None:
-    """Returns the second model that judges, built under ``root`` if it is missing; None if none is needed.
+    """Returns the second model to judge with, built under ``root`` if it is missing; None if none is needed.
 
     Raises UserError if another model should judge, but none is named and ``prepare`` cannot build one.
     """
@@ -283,7 +284,7 @@ def judge_report(judge: PreparedJudge) -> dict[str, object]:
 def resolve(cfg: Config) -> Resolved[Config]:
     """Resolves a config: fills in its paths, describes the model and its readers, and checks them.
 
-    Raises UserError for anything that could not be read later, before any data is read.
+    Raises UserError, before any data is read, for anything that could not be read later.
     """
     # Model folders load and save quickly; their progress bars would only clutter the log.
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -309,7 +310,7 @@ def resolve(cfg: Config) -> Resolved[Config]:
 
 
 def check_readers(readers: Readers, source: WeightSource) -> str:
-    """Checks the reader and its layer; returns the framing of a judge's prompt, "" without a judge.
+    """Checks the weight reader and the source's layer; returns a judge's chat template for the log, else "".
 
     Raises UserError for a reader or layer that does not exist.
     """
@@ -328,7 +329,7 @@ def check_readers(readers: Readers, source: WeightSource) -> str:
 
 
 def log_model(spec: ModelSpec) -> None:
-    """Logs class, parameters and layers from a model's config. Raises UserError if there is no such config."""
+    """Logs class, parameters and layers from a model's config. Raises UserError if the model has no config."""
     layers = num_layers(spec.path, spec.revision)
     config = load_config(spec.path, spec.revision)
     parameters, adapters = count_parameters(config, spec.lora)

@@ -20,7 +20,7 @@ class TruthScores:
     """True-reward scores of a policy on the held-out prompts of one split.
 
     ``numbers``: scalars by name. ``rewards``: true reward of every prompt, mean over its answers. ``base_rewards``: the
-    same for the base.
+    same for the base model.
     """
 
     numbers: dict[str, float]
@@ -32,9 +32,9 @@ class TruthScores:
 class RunResult:
     """Result of a finished run.
 
-    ``seconds``: of training and in total. ``metrics``: last logged values. ``inputs``: statistics of the inputs.
-    ``truth``: true-reward scores by split, None if unknown. ``drift``: where the policy moved. ``merged``: rounding
-    errors of merged adapters, by folder.
+    ``seconds``: durations of training and of the whole run. ``metrics``: last logged values. ``inputs``: statistics of
+    the inputs. ``truth``: true-reward scores by split, None if unknown. ``drift``: where the policy moved. ``merged``:
+    rounding errors of merged adapters, by folder.
     """
 
     seed: int
@@ -73,7 +73,7 @@ class RunResult:
 
     @property
     def overlap_warning(self) -> str | None:
-        """Returns a warning if validation pairs were also trained on; None otherwise, or if they were not counted."""
+        """Returns a warning if validation pairs were also trained on; None otherwise, or if this was not checked."""
         found = self.split("val").get(OVERLAP)
         warning = found.get("warning") if isinstance(found, dict) else None
         return None if warning is None else str(warning)
@@ -158,6 +158,6 @@ class RunResult:
 
 
 def _number_at(node: Mapping[str, Json], name: str, between: str) -> float:
-    """Returns the number at ``name``, its keys joined by ``between``; NaN if it is missing."""
+    """Returns the number at ``name``, a path of keys joined by ``between``; NaN if it is missing."""
     value = dict(flatten(node, between)).get(name)
     return float(value) if isinstance(value, int | float) else math.nan

@@ -71,13 +71,14 @@ def check_same_values(stored: Mapping[str, object], asked: Mapping[str, object],
             continue  # the first affects only memory and speed; a layer to be found is compared later
         if key not in stored:
             raise UserError(
-                f"resume: {place} has no value for {key}, which is {redact(new)!r} now: it belongs to another run, or "
-                "to an earlier version of attnpo, which this version cannot resume; start a new run under another name"
+                f"resume: {place} has no value for {key}, which is now {redact(new)!r}. Either it is of another run, "
+                "or an earlier version of attnpo saved it, from which this version cannot resume: start a new run "
+                "under another name"
             )
         if not is_same_identity(old, new):
             raise UserError(
-                f"resume: {key} was {old!r} in {place} and is {redact(new)!r} now, which makes it a different run: use "
-                f"the saved value again, or start a new run under another name (model.path={place.parent / 'best'} "
+                f"resume: {key} was {old!r} in {place} and is now {redact(new)!r}, which makes this a different run: "
+                f"use the saved value again, or start a new run under another name (model.path={place.parent / 'best'} "
                 "starts from the trained policy)"
             )
 
@@ -85,11 +86,11 @@ def check_same_values(stored: Mapping[str, object], asked: Mapping[str, object],
 def find_checkpoint(
     resume: str | None, folder: Path, numbers: Mapping[str, object], point: bool = False
 ) -> Path | None:
-    """Returns the checkpoint to resume from for ``resume``: auto (``last/`` if it exists), a path, or None.
+    """Returns the checkpoint that ``resume`` names: auto (``last/`` if it exists), a path, or None.
 
-    Compares its files with their digests and its settings with ``numbers``. ``point``: for a study's point, which
-    starts over if its checkpoint is damaged. Raises UserError for a path without a checkpoint, a checkpoint of a run
-    with other settings, or a damaged one.
+    Compares the checkpoint's files with their digests, and its settings with ``numbers``. ``point``: true for a point
+    of a study, which starts over if its checkpoint is damaged. Raises UserError for a path without a checkpoint, a
+    checkpoint of a run with other settings, or a damaged one.
     """
     if resume is None:
         return None
@@ -140,7 +141,7 @@ def _describe_damage(numbers: Mapping[str, object], place: Path) -> str | None:
 
 
 def _describe_damage_of_best(folder: Path, resume: Path) -> str | None:
-    """Returns how ``checkpoint.json`` of the run's own ``best/``, which holds the best value, is damaged; or None."""
+    """Returns how ``checkpoint.json`` in the run's own ``best/``, with the best value so far, is damaged; or None."""
     best = complete_folder(folder / "best")
     if not best.is_dir() or best == resume.parent or is_fork(folder, resume):
         return None
@@ -177,14 +178,15 @@ def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
 def find_finished_result(folder: Path, identity: RunIdentity, point: bool = False) -> RunResult | None:
     """Returns the result of a run that ``resume=auto`` names and that is already finished, or None.
 
-    Ignores a damaged result. Raises UserError if the run had other settings, or is damaged and has no checkpoint.
+    Ignores a damaged result. Raises UserError if the run had other settings, or if its result is damaged and there is
+    no checkpoint to continue from.
     """
     result, problem = read_result(folder)
     if problem is not None and not point:
         if not complete_folder(folder / "last").is_dir():
             raise UserError(
-                f"resume=auto: {folder} holds a finished run without checkpoints, but {problem}, so its numbers cannot "
-                f"be verified: remove its {RESULT} to run it again, or use another name"
+                f"resume=auto: {folder} contains a finished run without checkpoints, but {problem}, so its numbers "
+                f"cannot be verified: remove its {RESULT} to run it again, or use another name"
             )
         log.warning("resume=auto: the run in %s is treated as unfinished: %s", folder, problem)
     if result is None:
@@ -192,7 +194,7 @@ def find_finished_result(folder: Path, identity: RunIdentity, point: bool = Fals
     check_same_values(load_saved_numbers(folder / CONFIG, identity.moveless), identity.numbers, folder / CONFIG)
     if is_auto_layer(identity.numbers.get(LAYER)) and CHOICE not in result.inputs:
         raise UserError(
-            f"resume: the run in {folder} had a fixed {LAYER}, but it is {LAYER}=auto now: set the same layer again, "
+            f"resume: the run in {folder} had a fixed {LAYER}, but now {LAYER}=auto is set: set the same layer again, "
             "or use another name"
         )
     log.info("resume=auto: the run in %s is already finished; showing its result", folder)
@@ -202,7 +204,7 @@ def find_finished_result(folder: Path, identity: RunIdentity, point: bool = Fals
 def refuse_existing_run(folder: Path) -> None:
     """Raises UserError if a new run would overwrite the checkpoints or the result of another run."""
     if (taken := _describe_existing_run(folder)) is not None:
-        raise UserError(f"{folder} holds {taken}: resume it (resume=auto), or use another name")
+        raise UserError(f"{folder} contains {taken}: resume it (resume=auto), or use another name")
 
 
 def _describe_existing_run(folder: Path) -> str | None:
@@ -219,11 +221,11 @@ def is_fork(folder: Path, resume: Path | None) -> bool:
     return not (place.resolve().is_relative_to(own) or place.parent.resolve() == own)
 
 
-def check_folder(folder: Path, resume: Path | None) -> None:
-    """Raises UserError if a run that begins in ``folder`` would mix with its files or lose them."""
+def require_usable_folder(folder: Path, resume: Path | None) -> None:
+    """Raises UserError if a run that begins in ``folder`` would overwrite another run or mix with other files."""
     if is_fork(folder, resume) and (taken := _describe_existing_run(folder)) is not None:
         raise UserError(
-            f"resume={resume} is a checkpoint of another folder, but {folder} holds {taken}: set a new name= to "
+            f"resume={resume} is a checkpoint of another folder, but {folder} contains {taken}: set a new name= to "
             "continue from that checkpoint there, or resume=auto to continue the run of this folder"
         )
     if resume is None or is_fork(folder, resume):
@@ -257,7 +259,7 @@ def write_config(folder: Path, text: str, machine: str) -> None:
 
 
 def write_result(part: Path) -> None:
-    """Moves the file ``part`` to the run's result, as the last step: a run with a result is finished."""
+    """Moves ``part`` to the run's ``result.json``. Call it last, because a run with a result counts as finished."""
     folder = part.parent
     write_checksums(folder, {RESULT: file_digest(part)}, only=MADE)
     fsync_path(part)
@@ -266,7 +268,7 @@ def write_result(part: Path) -> None:
 
 
 def prepare_folder(folder: Path, resume: Path | None) -> None:
-    """Removes files of earlier sessions that this one does not continue, and the result: the run is unfinished now."""
+    """Removes the result, and files of earlier sessions that this one does not continue: the run is unfinished now."""
     for place in (folder, folder / LOGS):
         remove_temporary_files(place)
     if resume is None or is_fork(folder, resume):
@@ -290,7 +292,7 @@ def clear_folder(folder: Path) -> None:
 
 
 def copy_to_last(folder: Path, resume: Path | None) -> None:
-    """Copies the resumed checkpoint to the run's own ``last/`` if no step was left and ``last/`` is not intact."""
+    """Copies the resumed checkpoint to the run's own ``last/`` if no step is left to train and ``last/`` is damaged."""
     last = folder / "last"
     if resume is None or resume.parent in (last, complete_folder(last)):
         return

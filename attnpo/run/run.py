@@ -37,13 +37,13 @@ from attnpo.run.resume import (
     FAILURES,
     RESULT,
     check_contents,
-    check_folder,
     copy_to_last,
     digest_contents,
     find_checkpoint,
     find_finished_result,
     finish_replacements,
     prepare_folder,
+    require_usable_folder,
     write_config,
     write_result,
 )
@@ -69,10 +69,10 @@ log = logging.getLogger(__name__)
 def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     """Runs one config; returns its result, which is also written to ``result.json`` in its folder.
 
-    With several processes the first one writes and scores, and the others return None. ``resume`` auto returns the
-    result of a finished run, and only scores a run that was killed after its last step. ``point``: marks a study's
-    point, which repairs a damaged folder. Raises RunInterrupted if a signal ended training, and UserError for invalid
-    settings, inputs or states.
+    With several processes, only the first writes, scores and returns a result; the others return None. With
+    ``resume=auto``, a finished run only returns its saved result, and a run that was killed after its last step is only
+    scored. ``point``: true for a point of a study, whose folder is repaired if it is damaged. Raises RunInterrupted if
+    a signal ended training, and UserError for invalid settings, inputs or states.
     """
     began = time.perf_counter()
     apply_launcher(cfg.trainer)  # raises UserError before anything is loaded
@@ -89,7 +89,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     if cfg.model.lora is not None:
         warn_low_learning_rate(cfg.optimizer.lr)
     resume = find_checkpoint(cfg.resume, folder, identity.numbers, point)
-    check_folder(folder, resume)
+    require_usable_folder(folder, resume)
     if leading:
         make_folder(folder)
     cfg, base, readers, _ = resolve(cfg)
@@ -149,7 +149,7 @@ def _finish_run(
     resume: Path | None,
     point: bool,
 ) -> RunResult:
-    """Scores, samples and reports a trained policy. Failures are logged and left out, except a point's scores."""
+    """Scores, samples and reports a trained policy. Logs and skips parts that fail, except a study point's scores."""
     from attnpo.run.report import log_run_to_wandb, write_run_report
 
     callbacks, policy, chat = cfg.callbacks, trained.policy, base.chat
@@ -163,7 +163,7 @@ def _finish_run(
         restore_attention(policy.model)  # scoring and sampling use the usual attention
     truth, sampled, drift = None, list[PreferencePair](), dict[str, Json]()
     with nullcontext() if point else tolerate_failure(folder, "scoring by the true reward"):
-        truth, sampled = score_truth(cfg.truth, base, policy)
+        truth, sampled = score_by_true_reward(cfg.truth, base, policy)
     with tolerate_failure(folder, "measuring where the policy moved", UserError if point else Exception):
         if cfg.drift is not None:
             drift = cfg.drift.measure(policy, inputs, readers, cfg.objective, cfg.reference, cfg.truth, sampled)
@@ -218,7 +218,7 @@ def read_merge_losses(folder: Path) -> dict[str, Json]:
 
 @contextmanager
 def tolerate_failure(folder: Path, what: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """Logs errors of type ``kind`` during ``what`` and continues; appends their traceback to ``failures.txt``."""
+    """Logs errors of type ``kind`` during ``what`` and continues; appends the traceback to ``failures.txt``."""
     try:
         yield
     except kind as problem:
@@ -232,12 +232,13 @@ def tolerate_failure(folder: Path, what: str, kind: type[Exception] = Exception)
 
 
 @phase("scoring answers to held-out prompts")
-def score_truth(
+def score_by_true_reward(
     scorer: Truth | None, start: BaseModel, policy: ScoredLM
 ) -> tuple[dict[str, TruthScores] | None, list[PreferencePair]]:
     """Scores the policy by the true reward on validation and test prompts; also returns the test answers.
 
-    Answers: the policy's as chosen, the base's as rejected. Returns None and no answers if there is no true reward.
+    Each answer is a pair with the policy's answer as chosen and the base model's as rejected. Returns None and no
+    answers if there is no true reward.
     """
     if scorer is None:
         return None, []
@@ -285,7 +286,7 @@ def write_samples(
     max_length: int,
     seed: int,
 ) -> None:
-    """Writes both models' answers to the first ``settings.samples`` prompts that leave room, one JSON line each."""
+    """Writes both models' answers to the first ``settings.samples`` prompts with room for one, as JSON lines."""
     limit = min(max_length, context_length(policy.config) or max_length)
     encoded = encode_prompts(
         [AnswerPrompt(pair.pair_id, pair.prompt) for pair in pairs], base.chat, settings.sample_tokens, limit

@@ -52,7 +52,7 @@ def require_folder(key: str, folder: str | None) -> None:
 
 @dataclass(frozen=True)
 class RunConfig(RootConfig):
-    """Config of one run; has a field for each of a run's keys in ``configs/fit.yaml``, which explains them."""
+    """Config of one run, with a field for each key of a run. ``configs/fit.yaml`` explains the keys."""
 
     trains: ClassVar[bool] = True
     """True if the command trains its model."""
@@ -124,7 +124,7 @@ class RunConfig(RootConfig):
         return ""
 
     def reusable_folder(self) -> str | None:
-        """Returns the folder below ``output`` that a repeated command reuses without a name; None for a new folder."""
+        """Returns the folder below ``output`` to reuse if there is no ``name``; None to make a new one each time."""
         return None
 
     def check_combination(self) -> None:
@@ -153,15 +153,15 @@ class RunConfig(RootConfig):
         if given:
             raise UserError(f"model.reward=true trains a model that writes no answers: set {' '.join(given)}")
 
-    def chosen_later(self) -> frozenset[str]:
-        """Returns the config groups that the runs made from this config set themselves, so checks skip them."""
+    def groups_set_by_runs(self) -> frozenset[str]:
+        """Returns the groups that each run made from this config sets itself; checks skip these groups."""
         return frozenset()
 
     def unused_keys(self) -> dict[str, str]:
         """Lists keys without effect under the other settings, with the reason."""
         source = type(self.weights).__name__
         found: dict[str, str] = {}
-        chosen = self.chosen_later()
+        chosen = self.groups_set_by_runs()
         if "weights" not in chosen:
             if "judge" not in self.weights.requires:
                 found["judge"] = f"weights are {source}, which needs no judge"

@@ -124,7 +124,7 @@ def _json_lines(pairs: Sequence[WeighedPair]) -> Iterator[str]:
 
 
 def _write_pairs(pairs: Sequence[WeighedPair], path: Path) -> None:
-    """Writes ``pairs`` to ``path`` atomically, in the format of its suffix. Raises UserError for a foreign file."""
+    """Writes ``pairs`` to ``path`` atomically, in the format of its suffix. Replaces no other file (UserError)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content: str | bytes
     if path.suffix == ".html":
@@ -177,7 +177,7 @@ def load_weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
     if isinstance(source, OnlineSource):
         raise UserError(
             f"weights {type(source).__name__} are computed in every training step, so there are none to show: use "
-            "other weights, or bad_batch= for a saved step"
+            "other weights, or show a saved step with bad_batch=FILE"
         )
     encoded = encode_pairs(pairs, base.chat, run.lengths)
     for line in encoded.tally.format_lines():
@@ -225,7 +225,7 @@ def _requested_views(
     weighed: WeighingResult,
     transforms: Mapping[str, WeightTransform],
 ) -> list[tuple[ViewKey, WeightSource]]:
-    """Returns the requested views, each with the source at its layer. Raises UserError for ones that do not exist."""
+    """Returns the requested views, each with the source set to its layer. Raises UserError for a missing view."""
     source, name = weighed.source, type(weighed.source).__name__
     known = [*([CAPTURED] if source.requires else []), SOURCE, *transforms]
     chosen = known if list(stages) == [ALL] else list(stages) or known[-1:]
@@ -283,7 +283,7 @@ def _select_pairs(found: PairSet, split: str, rows: str, ids: Sequence[str]) -> 
 
 
 def _find_ids(known: Sequence[str], ids: Sequence[str], where: str) -> list[int]:
-    """Returns the positions of the ids that begin with one of ``ids``. Raises UserError if there are none."""
+    """Returns the positions of the ids that begin with one of ``ids``. Raises UserError if no id does."""
     places = [place for place, pair_id in enumerate(known) if pair_id.startswith(tuple(ids))]
     if not places:
         first = ", ".join(pair_id[:8] for pair_id in known[:3])
@@ -326,8 +326,8 @@ def _policy_folder(policy: str | None, run: str | None, column: str) -> str | No
 def load_bad_pairs(path: Path, ids: Sequence[str], column: str, model: ModelSpec) -> list[WeighedPair]:
     """Returns pairs of the saved step ``path``: those in ``ids``, else those with a non-finite loss, else all.
 
-    ``model``: provides the tokenizer; otherwise the run does. Raises UserError for another kind of file, a column that
-    the step lacks, or a missing tokenizer.
+    The tokenizer comes from ``model`` if that is set, else from the run. Raises UserError for another kind of file, a
+    column that the step lacks, or a missing tokenizer.
     """
     contents = _load_saved_step(path)
     if column == "contribution":
@@ -352,7 +352,7 @@ def _load_saved_step(path: Path) -> dict[str, Any]:
         words = str(problem).partition("\n")[0]
         raise UserError(f"bad_batch={path}: cannot be read ({words}); {wanted}") from problem
     if not isinstance(contents, dict) or not {"processes", "pairs"} <= contents.keys():
-        raise UserError(f"bad_batch={path}: {wanted}, got something else")
+        raise UserError(f"bad_batch={path}: {wanted}, got other contents")
     return contents
 
 
@@ -391,10 +391,10 @@ def _saved_pairs(saved: Mapping[str, Any], decode: Callable[[int], str]) -> Iter
 
 
 def margin_contributions(objective: PreferenceObjective, example: TrainingExample, scores: PairLogps) -> LogpPair:
-    """Returns how much the margin shrinks if the policy had the reference's log-probability of each token.
+    """Returns how much the margin would shrink if each token had the reference's log-probability.
 
     Uses the objective's own rewards; if they are linear in the log-ratios, contributions add up to the margin. Raises
-    UserError for an objective that reads more than log-probabilities and weights.
+    UserError for an objective that needs more than log-probabilities and weights.
     """
     more = sorted(objective.requires - {"reference", "token_weights"})
     if more:

@@ -34,7 +34,7 @@ class CommandLinePair:
 
 @dataclass(frozen=True)
 class ShowConfig(RunConfig):
-    """Config for showing pairs token by token; adds the keys of ``configs/show.yaml``, which explains them."""
+    """Config for showing pairs token by token. ``configs/show.yaml`` explains the keys that it adds."""
 
     trains: ClassVar[bool] = False
 

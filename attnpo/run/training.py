@@ -71,7 +71,7 @@ Some = TypeVar("Some", bound=L.Callback)
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """Outcome of a training, for scoring and reports."""
+    """Trained policy with its last metrics, step and duration, for scoring and reports."""
 
     policy: ScoredLM
     reference: ScoredLM | None
@@ -95,7 +95,7 @@ def train(
     """Trains the policy of a run; writes logs and checkpoint folders under ``folder``.
 
     ``base`` and ``batch``: fitted to memory. ``account``: data for ``checkpoint.json``. ``facts``: data for the model
-    cards.
+    cards. ``resume``: the ``state.ckpt`` to continue from; None starts from the beginning.
     """
     settings = apply_launcher(cfg.trainer)
     callbacks, objective, source = cfg.callbacks, cfg.objective, cfg.weights
@@ -252,7 +252,7 @@ def _fit_policy(
             log.info("before the first step: val/loss %.6f", past.first.get("val/loss", float("nan")))
         mark_training_started()
         before = get_random_state()
-        enough = _fit_or_halve_budget(trainer, module, data, resume)
+        enough = _fit_or_resume(trainer, module, data, resume)
     if not enough:
         trainer = begin()
         set_random_state(before)
@@ -264,10 +264,14 @@ def _fit_policy(
     return TrainingOutcome(module.policy, module.reference, metrics, trainer.global_step, time.perf_counter() - started)
 
 
-def _fit_or_halve_budget(
+def _fit_or_resume(
     trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, resume: Path | None
 ) -> bool:
-    """Trains; returns False if memory ran out in the first step of a single process and the budget was halved."""
+    """Trains, from the checkpoint ``resume`` if it is given. Returns whether training finished.
+
+    Returns False if a single process ran out of memory in its first step; the token budget is then halved, and the
+    caller must start again with a new trainer.
+    """
     token_budgets = data.token_budgets
     try:
         trainer.fit(module, data, ckpt_path=resume, weights_only=True)

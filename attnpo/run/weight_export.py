@@ -75,7 +75,7 @@ def export_weights(
             fail.
     """
     if run is not None and overrides:
-        raise UserError("export_weights: expected overrides or run=FOLDER, got both: leave one out")
+        raise UserError("export_weights: expected overrides or run=FOLDER, got both: remove one of the two")
     cfg = load("weigh", list(overrides)) if run is None else load_saved_config(Path(run), f"run={run}")
     return write_weights(cfg, Path(path), split)
 
@@ -89,7 +89,9 @@ def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise UserError(f"export={path}: cannot create its folder ({problem.strerror}); use another one") from problem
+        raise UserError(
+            f"export={path}: cannot create the folder of this file ({problem.strerror}); use another folder"
+        ) from problem
     cfg, base, readers, _ = resolve(cfg)
     inputs = read_inputs(cfg, base, readers)
     rows, nodes = list(export_rows(inputs, split)), ("lengths", "align", "weights", "transforms")
@@ -103,13 +105,13 @@ def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
 
 
 def check_export(source: WeightSource, path: Path) -> None:
-    """Raises UserError for problems known before any model runs: with the file, the weights or the processes."""
+    """Raises UserError, before any model runs, for an unsuitable file, unsuitable weights or several processes."""
     if path.suffix not in (PARQUET, JSONL) or path.is_dir():
         raise UserError(f"export={path}: expected a file name that ends in {PARQUET} or {JSONL}")
     if isinstance(source, OnlineSource):
         raise UserError(
             f"export={path}: {type(source).__name__} computes its weights in every training step, so there are none "
-            "to export: use weights that are read before training, such as weights=attention"
+            "to export: use weights that are read before training, e.g. weights=attention"
         )
     if world_size() > 1:
         raise UserError(
@@ -120,7 +122,7 @@ def check_export(source: WeightSource, path: Path) -> None:
 
 
 def export_rows(inputs: Inputs, split: str) -> Iterator[dict[str, object]]:
-    """Yields the row of every training pair in order. Raises UserError if a pair's responses keep different prompts."""
+    """Yields the row of every training pair in order. Raises UserError if a pair's two prompts were cut differently."""
     pairs = {pair.pair_id: pair for pair in inputs.pairs[split].pairs}
     source, layers = type(inputs.weighed.source).__name__, inputs.weighed.layers
     layer = layers[0] if len(layers) == 1 and isinstance(layers[0], int) and layers[0] > 0 else None

@@ -1,7 +1,7 @@
 """Row group "anchor": each pair's prompt with a response sampled from the current policy (TI-DPO).
 
 The samples depend only on the seed, the optimiser step, the pair and the policy. Splitting the pairs over micro-batches
-and ranks, or resuming in between, changes logits by rounding but no random number.
+and ranks, or resuming in between, changes the logits by rounding errors but leaves all random numbers unchanged.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class AnchorSampler:
     limit: int | None = None
 
     def __call__(self, policy: ScoredLM, batch: PreferenceBatch, step: int) -> RowGroup:
-        """Samples the rows in eval mode without gradients. Raises UserError if weights are sharded or rows unpadded."""
+        """Samples the rows in eval mode without gradients. Raises UserError for sharded weights and unpadded rows."""
         if not is_materialised(policy.model):
             raise UserError(
                 "each process samples its own anchors for the triplet loss, which needs the whole policy, but its "

@@ -90,7 +90,8 @@ class ValidationSchedule(L.Callback):
     """Validates after every ``every``-th optimiser step or epoch, and after the last step, where training ends.
 
     Lightning's own interval counts micro-batches. Later callbacks read the decision from ``trainer.val_check_batch``.
-    The first validation must be finite. Weights and validation of the last step must be finite before it is saved.
+    The first validation must be finite. After the last step, weights and validation must be finite before the step is
+    saved.
     """
 
     def __init__(self, every: int | str) -> None:
@@ -124,7 +125,7 @@ class ValidationSchedule(L.Callback):
 class Movement(L.Callback):
     """Measures how far training moved the trained weights; a resumed run continues from the values in its checkpoint.
 
-    After the last step ``metrics`` holds ``moved/weights`` (1 if the sum of the weights changed, else 0),
+    After the last step ``metrics`` contains ``moved/weights`` (1 if the sum of the weights changed, else 0),
     ``moved/growth`` (largest magnitude divided by the one before training) and ``moved/grad_norm`` (largest gradient
     norm).
     """
@@ -186,7 +187,7 @@ class Movement(L.Callback):
 
 
 LARGE = 1 << 16
-"""Larger matrices are summed by row in float32 first: summing in float64 at once takes six times as long on a CPU."""
+"""Larger matrices are first summed by row in float32, because float64 alone takes six times as long on a CPU."""
 
 
 def _sum_in_float64(value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk, replaced atomically: a complete one exists whenever the process is killed."""
+"""Checkpoint folders on disk, replaced atomically: a complete one exists even if the process is killed."""
 
 import json
 import shutil
@@ -32,8 +32,8 @@ def _sibling(folder: Path, mark: str) -> Path:
 def complete_folder(folder: Path) -> Path:
     """Returns the folder with the newest complete contents of ``folder``: normally itself.
 
-    If a replacement was interrupted between its two renames, this is the new folder next to it. The old one is moved
-    aside only when the new one is complete.
+    If a replacement was interrupted between its two renames, returns the new folder next to ``folder``; it is complete,
+    because the old one is moved aside only afterwards.
     """
     if not folder.exists() and _sibling(folder, "old").exists() and _sibling(folder, "new").exists():
         return _sibling(folder, "new")
@@ -65,7 +65,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
 
 def finish_replacement(folder: Path) -> None:
-    """Finishes a replacement that was interrupted between its two renames, and removes leftovers of other ones."""
+    """Finishes a replacement that was interrupted between its two renames, and removes other leftovers."""
     newest_whole = complete_folder(folder)
     if newest_whole != folder:
         newest_whole.rename(folder)

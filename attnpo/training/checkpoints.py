@@ -44,7 +44,7 @@ DISK_ERRORS = (OSError, RuntimeError, SafetensorError)
 class HashingCheckpointIO(TorchCheckpointIO):
     """Checkpoint IO that streams to the file and keeps its sha256 in ``digest``.
 
-    Lightning's own would hold two more copies in memory.
+    Lightning's own checkpoint IO would keep two more copies in memory.
     """
 
     digest: str | None = None
@@ -102,7 +102,7 @@ class CheckpointFolder(L.Callback):
 
         ``metrics`` (default: the logged ones) go into the model card. ``state``: a file to copy instead of saving the
         state. ``facts`` go into ``checkpoint.json``. Raises UserError for weights that are not finite and, on the first
-        rank, if the folder cannot be written; it then keeps its previous contents.
+        rank, if the folder cannot be written; the folder then keeps its previous contents.
         """
         check_weights(trainer)
         try:
@@ -136,7 +136,7 @@ class CheckpointFolder(L.Callback):
     ) -> tuple[bool, MergeRounding | None]:
         """Returns whether the model was exported, and the rounding error of merged adapters.
 
-        The export may fail after the last step: the state is kept without it then.
+        If the export fails after the last step, the state is saved without it.
         """
         module: Any = trainer.lightning_module
         merge = None
@@ -175,9 +175,9 @@ class CheckpointFolder(L.Callback):
     def _drop_export(self, new: Path, writes: bool, problem: Exception) -> None:
         words = " ".join(str(problem).split())
         log.warning(
-            "warning: %s holds no model, because its export failed after the last step (%s: %s); the trained weights "
-            "are in its %s. Fix the cause, delete result.json and run the command again with resume=auto, which "
-            "exports last/ unless the weights are sharded",
+            "warning: %s contains no model, because its export failed after the last step (%s: %s); the trained "
+            "weights are in its %s. Fix the cause, delete result.json and run the command again with resume=auto, "
+            "which exports last/ unless the weights are sharded",
             *(self.folder, type(problem).__name__, words, STATE),
         )
         log.debug("exporting to %s failed", self.folder, exc_info=problem)
@@ -189,8 +189,8 @@ class CheckpointFolder(L.Callback):
 class BestCheckpoint(CheckpointFolder):
     """Keeps the policy with the lowest (or highest) value of ``monitor``, exported at each improvement.
 
-    A resumed run continues from the best value in the folder. If its checkpoint was validated but not yet compared, it
-    is compared first.
+    A resumed run continues from the best value in the folder. If the resumed checkpoint was validated but not yet
+    compared with the best one, it is compared first.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class BestCheckpoint(CheckpointFolder):
         self._resumed: dict[str, float] = {}  # validation metrics of the resumed state, until they are compared
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
-        """Records in the state whether it has been validated."""
+        """Records in the saved state whether this step has been validated."""
         checkpoint["attnpo_validated"] = self._validated == trainer.global_step
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Checkpoint) -> None:
@@ -222,7 +222,7 @@ class BestCheckpoint(CheckpointFolder):
             self._validated, self._resumed = checkpoint["global_step"], dict(metrics)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Saves the resumed state if it is the best so far and was not saved as such."""
+        """Saves the resumed state if it is the best so far and is not yet saved as the best."""
         metrics, self._resumed = self._resumed, {}
         if self.monitor in metrics and trainer.ckpt_path is not None:
             # Copied, because counters and random states are not restored before the first step.
@@ -239,7 +239,7 @@ class BestCheckpoint(CheckpointFolder):
         self.on_train_start(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Records the step that is validated."""
+        """Records the step that is being validated."""
         if trainer.state.fn == "fit":
             self._validated = trainer.global_step
 
@@ -254,7 +254,7 @@ class BestCheckpoint(CheckpointFolder):
     ) -> None:
         value = float(metrics[self.monitor])
         if float(metrics.get("val/weights/void", 0.0)) == 1:  # a mean over pairs of weight 0 measures nothing
-            log.warning("warning: all validation pairs have weight 0 after this step: %s is not saved", self.folder)
+            log.warning("warning: all validation pairs have weight 0 after this step, so %s is not saved", self.folder)
             return
         if trainer.strategy.reduce_boolean_decision(self._is_better(value)):
             self.save(trainer, export=True, metrics=metrics, state=state, **{self.monitor: value})

@@ -1,6 +1,6 @@
 """Export of trained policies as plain Hugging Face folders, which ``from_pretrained`` and vLLM load.
 
-Many versions of vLLM come with transformers 4.x. It lacks a tokenizer class of transformers 5 and ignores
+Many versions of vLLM come with transformers 4.x, which lacks a tokenizer class of transformers 5 and ignores
 ``rope_parameters``, so it would silently use the default base for positions.
 """
 
@@ -25,7 +25,7 @@ from attnpo.training.model_card import Facts, model_card
 log = logging.getLogger(__name__)
 
 ADAPTER = "adapter"
-"""Subfolder of an export for the adapters alone; transformers would load adapters that lie next to the weights."""
+"""Subfolder of an export for the adapters alone; transformers would load adapters that it finds next to the weights."""
 
 
 def make_empty_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -152,7 +152,7 @@ class Exporter:
 
 
 def convert_dtype(state: Mapping[str, Tensor], empty: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Converts the parameters of ``empty`` in ``state`` to ``dtype``; tied ones stay one tensor, buffers unchanged."""
+    """Converts the parameters of ``empty`` in ``state`` to ``dtype``; tied ones stay one tensor, buffers stay as is."""
     parameters = dict(empty.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     converted: dict[str, Tensor] = {}

@@ -23,7 +23,7 @@ def all_gather_values(value: Value, processes: int) -> list[Value]:
 
 
 class RankConsistencyCheck(L.Callback):
-    """Stops training if processes of a job chose differently for ``what``: they would wait for each other forever."""
+    """Stops training if processes of a job chose different values for ``what``, so that none waits forever."""
 
     def __init__(self, what: str, value: str, instead: str) -> None:
         self.what, self.value, self.instead = what, value, instead
@@ -34,7 +34,7 @@ class RankConsistencyCheck(L.Callback):
         if len(set(values)) > 1:
             first = {value: values.index(value) for value in reversed(values)}
             told = ", ".join(f"process {rank}: {value}" for value, rank in first.items())
-            raise UserError(f"{self.what} was decided differently on different devices ({told}); {self.instead}")
+            raise UserError(f"{self.what}: different choices on different devices ({told}); {self.instead}")
 
 
 class SmallestTokenBudgets(L.Callback):

@@ -7,8 +7,8 @@ from pathlib import Path
 class RunInterrupted(KeyboardInterrupt):
     """Run ended by a signal: which signal, after which optimiser step, and the saved folder.
 
-    ``exit_status`` follows the shell convention: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1. ``advice`` tells how
-    to continue; by default by the run's name.
+    ``exit_status`` follows the shell convention: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1. ``advice``: how to
+    continue; by default, with the run's name.
     """
 
     advice: str | None = None

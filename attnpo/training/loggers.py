@@ -1,6 +1,6 @@
 """Opens and closes the loggers of a run: always a CSV file, Weights & Biases on request.
 
-W&B runs print nothing and count optimiser steps in training and validation.
+W&B prints nothing, and logs both training and validation by optimiser step.
 """
 
 import json

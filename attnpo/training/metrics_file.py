@@ -1,7 +1,7 @@
 """Metrics of a run as one table, merged over all its sessions.
 
-Each session appends to its own file under ``logs/``. ``metrics.csv`` holds the last merge and is replaced atomically,
-so that no row is lost if the process is killed.
+Each session appends to its own file under ``logs/``. ``metrics.csv`` contains the last merge and is replaced
+atomically, so that no row is lost if the process is killed.
 """
 
 import csv

@@ -90,7 +90,7 @@ class PreferenceModule(L.LightningModule):
 
     Args:
         policy: model to train, a transformers model or an already wrapped one.
-        reference: copy of it, which is frozen here; None if log-probabilities are stored or the objective needs none.
+        reference: copy of the policy, frozen here; None if log-probabilities are stored or the objective needs none.
         objective: its ``requires`` decides what is computed.
         optimizer: optimiser and schedule; None means ``Optimizer()``.
         total_steps: optimiser steps of the whole run, for the schedule; None asks the Trainer.
@@ -162,7 +162,7 @@ class PreferenceModule(L.LightningModule):
         self.sharded = True
 
     def setup(self, stage: str) -> None:
-        """Moves the reference to this rank's device; sharding does that by itself."""
+        """Moves the reference to this rank's device, unless sharding has already moved it there."""
         # Checkpoints have no frozen weights; check_checkpoint_weights requires all others.
         self.strict_loading = not frozen_parameter_names(self)
         if self.reference is not None and self.device_mesh is None:
@@ -177,11 +177,11 @@ class PreferenceModule(L.LightningModule):
         return self
 
     def cpu(self) -> "PreferenceModule":
-        """Moves to the CPU, unless ``one_fit`` is set: Lightning calls this after every validation and fit."""
+        """Moves itself to the CPU unless ``one_fit`` is set. Lightning calls this after every validation and fit."""
         return self if self.one_fit else super().cpu()
 
     def on_train_end(self) -> None:
-        """Frees gradients and moments if ``one_fit`` is set: Lightning would move them to the CPU."""
+        """Frees gradients and moments if ``one_fit`` is set, because Lightning would move them to the CPU."""
         for optimizer in self.trainer.optimizers if self.one_fit else ():
             optimizer.zero_grad()
             optimizer.state.clear()
@@ -270,7 +270,7 @@ class PreferenceModule(L.LightningModule):
         return stats
 
     def _sum_rows_ahead(self, batch: PreferenceBatch) -> dict[str, Tensor]:
-        """Returns the objective's sums over the rows scored ahead of the step, over all ranks."""
+        """Returns the objective's sums over the rows that all ranks score before the step."""
         assert isinstance(self.objective, StepObjective)
         sums: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -287,7 +287,8 @@ class PreferenceModule(L.LightningModule):
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
         """Returns the micro-batch's share of the mean loss over the optimiser step.
 
-        Undoes Lightning's division by the accumulation and its average over ranks, also in a short last step.
+        Undoes Lightning's division by the number of accumulation steps and its averaging over ranks, including when the
+        last step is short.
         """
         batch, policy, reference, output = self.score(batch)
         with torch.no_grad():

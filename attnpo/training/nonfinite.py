@@ -1,6 +1,6 @@
-"""Non-finite values in the pairs of a step, which is saved to a file, in the model's weights and in validations.
+"""Detection of non-finite values in a step's pairs (the step is then saved to a file), in weights and in validations.
 
-Every read of a tensor's values waits for the GPU, so these functions read them only when called.
+Reading a tensor's values waits for the GPU, so callers use these functions only when needed.
 """
 
 import math
@@ -34,7 +34,7 @@ SHOWN = 8  # pairs named in a message; the file has all of them
 
 @dataclass(frozen=True)
 class MicroBatchRecord:
-    """Scored micro-batch, kept until the optimiser steps: losses and statistics without their graph."""
+    """Scored micro-batch, kept until the optimiser steps: losses and statistics without their autograd graph."""
 
     batch: PreferenceBatch
     policy: TokenStats
@@ -199,7 +199,7 @@ def _finite_pairs(finite: Bool[Tensor, "rows R"]) -> Bool[Tensor, " pairs"]:
 
 
 def detach_stats(stats: TokenStats, *, hidden: bool = True) -> TokenStats:
-    """Returns the statistics without their graph, and without hidden states unless ``hidden`` is set."""
+    """Returns the statistics without their autograd graph, and without hidden states unless ``hidden`` is set."""
     return replace(
         stats,
         logps=stats.logps.detach(),

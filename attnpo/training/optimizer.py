@@ -1,4 +1,4 @@
-"""Optimiser settings: AdamW's numbers, the learning-rate schedule, and the optimiser built from them."""
+"""Optimiser settings: AdamW's hyperparameters, the learning-rate schedule, and the optimiser built from both."""
 
 import logging
 import math

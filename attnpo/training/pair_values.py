@@ -13,8 +13,9 @@ def pair_values(
 ) -> dict[str, Float[Tensor, " pairs"]]:
     """Returns everything logged per pair: loss, rewards, margins, accuracies, log-probabilities, weight statistics.
 
-    ``rewards/*`` are the objective's own; equal rewards count as half an accuracy. ``weights/effective_share`` is the
-    effective number of weighted tokens divided by the source's |y|, averaged over both sides; uniform weights give 1.
+    ``rewards/*`` are the objective's own; a pair with equal rewards has an accuracy of 0.5. ``weights/effective_share``
+    is the effective number of weighted tokens divided by the source's |y|, averaged over both sides; uniform weights
+    give 1.
     """
     rows = batch.main
     margins = output.chosen_rewards - output.rejected_rewards
@@ -43,7 +44,7 @@ def pair_values(
 
 
 def tokens_per_pair(batch: PreferenceBatch) -> Float[Tensor, " pairs"]:
-    """Returns the mean number of tokens per pair, once for each pair, with prompts and without padding."""
+    """Returns the mean number of tokens per pair (with prompts, without padding), repeated for each pair."""
     counts = [_count_tokens(rows.inputs) for rows in batch.groups.values() if rows.inputs is not None]
     return torch.stack(counts).sum().double().expand(batch.pairs) / batch.pairs
 

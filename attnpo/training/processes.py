@@ -1,4 +1,4 @@
-"""Number of training processes: as many as the launcher started, or without a launcher as many as trainer requests."""
+"""Number of training processes: as many as the launcher started, else as many as the trainer settings request."""
 
 import os
 import sys

@@ -20,11 +20,12 @@ RandomState = dict[str, Any]
 """States of the random generators of Python, NumPy and torch as plain data, and ``cuda`` on a GPU."""
 Checkpoint = dict[str, Any]
 """Contents of a ``state.ckpt``. In addition to Lightning's keys: ``attnpo`` (latest and first metrics, random states of
-all ranks), ``trained`` (shapes of the trained weights by name), ``attnpo_validated`` (whether it was validated)."""
+all ranks), ``trained`` (shapes of the trained weights by name), ``attnpo_validated`` (whether the step was
+validated)."""
 
 
 class ExactResume(L.Callback):
-    """Makes a resumed run continue exactly where it was saved, also with other numbers of processes or micro-batches.
+    """Makes a resumed run continue exactly where it was saved, even with other numbers of processes or micro-batches.
 
     Sets Lightning's micro-batch counters from the sampler's position. ``metrics``: the latest values; ``first``: the
     values before the first step.

@@ -39,7 +39,7 @@ def monitor_mode(monitor: str) -> str | None:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """Settings of Lightning's Trainer, under its own names.
+    """Settings of Lightning's Trainer, under Lightning's names where it has them.
 
     ``validate_every``: a number of optimiser steps (paper: 500), or "epoch". ``devices`` and ``num_nodes``: a
     launcher's values take precedence. ``strategy``: "auto" is one process or DDP, "fsdp" is FSDP2.
@@ -118,8 +118,8 @@ class LoggerSettings:
 class CallbackSettings:
     """Settings of a run's checkpoints, samples and report.
 
-    ``checkpoints``: ``best/`` (chosen by ``monitor``, whose ``mode`` is min, max, or None for the metric's own) and
-    ``last/``, resumable Hugging Face folders. ``save_every``: also save ``last/`` every so many steps.
+    ``checkpoints``: ``best/`` (chosen by ``monitor``; ``mode`` is min or max, or None for the metric's own direction)
+    and ``last/``, resumable Hugging Face folders. ``save_every``: number of steps after which to also save ``last/``.
     ``export_dtype``: dtype of exported weights; null keeps the model's. ``extra``: Lightning callbacks by ``_target_``
     with arguments. ``samples``: number of validation prompts that policy and reference answer.
     """

@@ -111,7 +111,7 @@ class SignalHandler(L.Callback):
         """Opens a context for validating and fitting that handles signals.
 
         ``saved``: folder of the checkpoint. Raises ``RunInterrupted`` if a signal ended the run, and KeyboardInterrupt
-        for a Ctrl-C that the previous handler took.
+        for a Ctrl-C that went to the handler from before training.
         """
         self._install_handlers(trainer)
         try:

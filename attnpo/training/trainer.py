@@ -101,7 +101,7 @@ def make_accelerator(settings: TrainerSettings) -> str | CUDAAccelerator:
 
 
 class SrunEnvironment(SLURMEnvironment):
-    """Environment of processes started by srun, with any of its options; jobs are not requeued."""
+    """Environment of processes started by srun, with any of srun's options; jobs are not requeued."""
 
     def __init__(self) -> None:
         super().__init__(auto_requeue=False)
@@ -125,7 +125,8 @@ def make_trainer(
 ) -> L.Trainer:
     """Returns the Trainer of a run.
 
-    ``accumulation``: micro-batches per optimiser step on one process. ``environment``: tells Lightning its rank.
+    ``accumulation``: micro-batches per optimiser step on one process. ``environment``: tells Lightning the rank of this
+    process.
     """
     return L.Trainer(
         accelerator=make_accelerator(settings),

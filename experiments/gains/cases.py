@@ -21,7 +21,7 @@ from attnpo.lab.studies.faithfulness import ROLLOUT
 from attnpo.lab.studies.outcome import group_by_point, has_truth, rewards_at_kl
 from attnpo.lab.studies.study import BETA, LR, Point
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.run.identity import component_class, flatten_with_classes
+from attnpo.run.identity import flatten_with_classes, shorten_class_path
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError, digest
 from attnpo.system.files import Json, read_record, safe_filename, write_record
@@ -140,7 +140,7 @@ def _plain_value(value: object) -> object:
 
 def is_class(value: object, *classes: type) -> bool:
     """Returns whether an arm's component is one of ``classes``, whichever version wrote its record."""
-    return component_class(value) in {one.__name__ for one in classes}
+    return shorten_class_path(value) in {one.__name__ for one in classes}
 
 
 def gain_at_kl(

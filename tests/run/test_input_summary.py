@@ -213,7 +213,7 @@ def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog
     assert "validation and saving every 20 and at the end" in caplog.text
     assert caplog.text.count("row 0, ") == 3
     shown = re.findall(
-        r"weights w sum to ([\d.]+), \|y\| is (\d+); each token with \|y\| w, 1 if uniform: (.*)", caplog.text
+        r"weights w sum to ([\d.]+), \|y\| is (\d+); each token is shown with \|y\| w \(uniform: 1\): (.*)", caplog.text
     )
     example = inputs.examples["train"].examples[0]
     for (total, length, tokens), row, count in zip(shown, example.weights, example.lengths, strict=True):
@@ -232,7 +232,7 @@ def test_what_ends_a_run_of_both_steps_and_epochs_is_said_before_it(
 
 def test_factors_are_shown_as_they_are(world: World, caplog: pytest.LogCaptureFixture) -> None:
     tell(world.config("weights=decay", "weights.gamma=0.5", "weights.first_exponent=0"))
-    (first, _) = re.findall(r"each token with its factor, 1 if uniform: (.*)", caplog.text)
+    (first, _) = re.findall(r"each token is shown with its factor \(uniform: 1\): (.*)", caplog.text)
     assert re.findall(r"'\|(\S+)", first)[:3] == ["1.00", "0.50", "0.25"]
 
 

@@ -189,17 +189,17 @@ def test_least_is_taken_where_none_fits_or_memory_is_not_known(
 ) -> None:
     caplog.set_level(logging.INFO)
     assert made(fit_memory(plan)[0]) == ORDER[-1]
-    assert "the one that needs least memory, because no GPU memory could be read" in caplog.text
+    assert "the one that needs the least memory, because no GPU memory could be read" in caplog.text
     monkeypatch.setattr(memory, "device_memory", lambda device: 1)
     assert made(fit_memory(plan)[0]) == ORDER[-1]
-    assert "the one that needs least memory, but it exceeds" in caplog.text
+    assert "the one that needs the least memory, but it exceeds" in caplog.text
 
     def broken(*given: object, **named: object) -> None:
         raise TypeError("a list")
 
     monkeypatch.setattr(MemoryPlan, "estimate", broken)
     assert made(fit_memory(plan)[0]) == ORDER[-1]
-    assert "the one that needs least memory, because there is no estimate" in caplog.text
+    assert "the one that needs the least memory, because there is no estimate" in caplog.text
 
 
 def test_what_is_set_stays_and_nothing_is_said(world: World, caplog: pytest.LogCaptureFixture) -> None:

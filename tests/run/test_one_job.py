@@ -85,7 +85,7 @@ def test_of_two_starts_under_one_name_one_trains(world: World, tmp_path: Path) -
         said = [output.read_text() for _, output in (first, second)]
     assert sorted(codes) == [0, 2], said
     refused = said[codes.index(2)].splitlines()
-    assert re.match(r"error: .*/x (is in use by process \d+ on host|holds a finished run)", refused[-1]), refused
+    assert re.match(r"error: .*/x (is in use by process \d+ on host|contains a finished run)", refused[-1]), refused
     seed = codes.index(0) + 1
     result = json.loads((tmp_path / "x" / "result.json").read_text())
     assert (result["seed"], OmegaConf.load(tmp_path / "x" / "config.yaml").seed) == (seed, seed)
@@ -127,7 +127,7 @@ def test_a_refused_start_reads_and_writes_nothing(world: World, tmp_path: Path) 
             with pytest.raises(UserError, match="is in use by process"):
                 fit.main(world.config(*PLAIN, f"output={tmp_path}", *more))
         assert contents(tmp_path) == before
-    with pytest.raises(UserError, match="holds a finished run"):
+    with pytest.raises(UserError, match="contains a finished run"):
         fit.main(cfg)
     assert contents(tmp_path).keys() == before.keys() - {name for name in before if ".lock" in name}
 

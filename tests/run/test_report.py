@@ -31,7 +31,7 @@ from attnpo.run.report import (
     log_run_to_wandb,
     make_exporter,
     readable_name,
-    truth_table,
+    true_reward_table,
 )
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
@@ -91,7 +91,7 @@ def test_inputs_and_scores_are_tables_with_words_for_heads() -> None:
     assert spread.rows == [["lengths", *[1, 2, 3, 4] * 2], ["chosen", *[1, 2, 3, 7] * 2]]
     assert rest.values == {"judge prompts: read": 8, "label mass: written": "'is' (6), 'a' (2)"}
     assert result.truth is not None
-    table = truth_table(result.truth)
+    table = true_reward_table(result.truth)
     assert table.rows == [["test", 0.25, 1.5]] and list(table.columns) == ["prompts", "reward", "KL"]
     assert set(table.notes) == set(table.columns)
 

@@ -75,7 +75,7 @@ def test_a_run_leaves_everything_a_reader_needs(first: tuple[World, Path, RunRes
 AFTERWARDS = {
     "tidying the run's folder": "attnpo.run.run.merge_metrics",
     "moving the policy back to its device": "attnpo.run.run.restore_attention",
-    "scoring by the true reward": "attnpo.run.run.score_truth",
+    "scoring by the true reward": "attnpo.run.run.score_by_true_reward",
     "measuring where the policy moved": "attnpo.lab.measures.DriftSettings.measure",
     "sampling answers": "attnpo.run.run.write_samples",
     "writing the report": "attnpo.run.report.write_run_report",
@@ -123,7 +123,7 @@ def test_what_fails_after_the_last_step_costs_neither_policy_nor_result(
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "last")
 
 
-@pytest.mark.parametrize("lost", ["run.run.score_truth", "lab.measures.DriftSettings.measure"])
+@pytest.mark.parametrize("lost", ["run.run.score_by_true_reward", "lab.measures.DriftSettings.measure"])
 def test_a_point_without_what_points_are_compared_by_is_run_again(
     first: tuple[World, Path, RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:

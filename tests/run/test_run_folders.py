@@ -87,7 +87,7 @@ def test_a_checkpoint_of_another_folder_is_not_mixed_with_the_run_that_is_there(
         folder = tmp_path / held.partition(".")[0]
         folder.mkdir()
         (folder / held).symlink_to(done / held)
-        with pytest.raises(UserError, match=r"resume=.*another folder, but .* holds a (run|finished)") as refused:
+        with pytest.raises(UserError, match=r"resume=.*another folder, but .* contains a (run|finished)") as refused:
             run(world.config(*SHORT, f"resume={done / 'best'}"), folder)
         assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
 
@@ -96,7 +96,7 @@ def test_a_finished_run_without_checkpoints_is_not_overwritten(world: World, tmp
     overrides = (*SHORT, "callbacks=none", "experiment=none", "name=x", f"output={tmp_path}")
     assert main(world.config(*overrides)) == 0
     before = contents(tmp_path / "x")
-    with pytest.raises(UserError, match=r"x holds a finished run: .*resume=auto.* another name"):
+    with pytest.raises(UserError, match=r"x contains a finished run: .*resume=auto.* another name"):
         main(world.config(*overrides, "seed=3"))
     assert contents(tmp_path / "x") == before
     assert main(world.config(*overrides, "resume=auto")) == 0

@@ -87,7 +87,7 @@ class FitConfig(RunConfig):
         if self.study is None:
             super().check_combination()
 
-    def chosen_later(self) -> frozenset[str]:
+    def groups_set_by_runs(self) -> frozenset[str]:
         """Returns the config groups that the study sets for its points, through arms, worlds or benchmarks."""
         if self.study is None:
             return frozenset()
