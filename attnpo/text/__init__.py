@@ -1,1 +1,1 @@
-"""Conversion of text to token ids: chat templates, character ranges, and weights moved between tokenisations."""
+"""Converts text to token ids with chat templates and character ranges; moves weights between tokenisations."""

@@ -1,11 +1,12 @@
 """Moves token weights from the source's tokens to the training tokens of the same response.
 
-Two methods. LEVENSHTEIN is the paper's (appendix on token matching): tokens with equal ids in an optimal edit alignment
-pass on their weight one to one; all other training tokens get 0. CHARACTERS needs no common vocabulary: weights of
-tokens without an equal counterpart are moved through the characters they cover.
+Two methods. LEVENSHTEIN is the paper's (appendix on token matching): training tokens get the weight of the source token
+with the same id in an optimal edit alignment; unmatched training tokens get 0. CHARACTERS needs no common vocabulary:
+the weight of a source token without an equal counterpart is moved to the training tokens that cover the same
+characters.
 
-Differs from the official code in that ids of the training side are never changed (there, an unmatched judge token is
-prepended to the completion).
+Differs from the official code in that training ids are never changed (the official code prepends an unmatched judge
+token to the completion).
 """
 
 from collections import defaultdict
@@ -27,7 +28,7 @@ Ranges = Sequence[Range] | Int[Tensor, "_ 2"] | NDArray[np.int64]
 
 
 class AlignMethod(Enum):
-    """Alignment method: edit alignment of token ids (the paper's), or shared characters."""
+    """Alignment method: by an edit alignment of token ids (as in the paper), or by shared characters."""
 
     LEVENSHTEIN = "levenshtein"
     CHARACTERS = "characters"
@@ -36,10 +37,10 @@ class AlignMethod(Enum):
 class AlignedWeights(NamedTuple):
     """Weights on the ``m`` training tokens of one response, with statistics of the alignment.
 
-    ``coverage``: share of training tokens with characters that have a match (1.0 if no training token has characters).
+    ``coverage``: share of matched training tokens among those that cover characters (1.0 if no training token does).
     ``source_coverage``: share of source tokens whose weight was moved, wholly or partly (1.0 for a source without
-    tokens). ``matched``: training tokens with a match. ``arrived``: for each source token, the share of its weight that
-    reached training tokens with characters.
+    tokens). ``matched``: whether each training token has a match. ``arrived``: for each source token, the share of its
+    weight that reached training tokens that cover characters.
     """
 
     weights: Float[Tensor, " m"]
@@ -59,12 +60,12 @@ def align(
 ) -> AlignedWeights:
     """Returns the weights on the target's tokens, in the dtype and on the device of ``weights``.
 
-    ``offsets`` and ``target_offsets`` are half-open character ranges in the same response text; LEVENSHTEIN reads only
-    the target's (for the coverage). Weights are neither renormalised nor rescaled: LEVENSHTEIN loses the weight of
-    unmatched source tokens, CHARACTERS that of characters before the first or after the last target token. If no target
-    token covers a character in between (such as a blank dropped by its tokenizer), that character's weight moves to the
-    other characters of its source token or, if none of them is covered, to the preceding target tokens. Identical
-    inputs return bit-identical weights.
+    ``offsets`` and ``target_offsets`` are half-open character ranges in the same response text; LEVENSHTEIN uses only
+    ``target_offsets`` (for the coverage). Weights are neither renormalised nor rescaled. With LEVENSHTEIN, the weight
+    of unmatched source tokens is lost; with CHARACTERS, the weight of characters before the first or after the last
+    target token. If no target token covers a character in between (e.g. a space dropped by the tokenizer), the
+    character's weight moves to the other characters of the same source token or, if no target token covers these
+    either, to the preceding target tokens. Identical inputs return bit-identical weights.
 
     Raises:
         ValueError: lengths do not match.
@@ -95,9 +96,9 @@ def align(
 def mark_differing(
     first: Sequence[int], second: Sequence[int], min_match: int = 1
 ) -> tuple[Bool[Tensor, " n"], Bool[Tensor, " m"]]:
-    """Marks the tokens of two texts without an equal counterpart in an optimal edit alignment.
+    """Marks the tokens of two responses that have no equal counterpart in an optimal edit alignment.
 
-    Matches in runs shorter than ``min_match`` consecutive tokens, in both texts, do not count.
+    A match counts only in a run of at least ``min_match`` matched tokens that are consecutive in both responses.
     """
     changed = torch.ones(len(first), dtype=torch.bool), torch.ones(len(second), dtype=torch.bool)
     runs: list[list[tuple[int, int]]] = []
@@ -129,7 +130,7 @@ def to_range_array(values: Ranges) -> NDArray[np.int64]:
 
 
 class _MovedWeights(NamedTuple):
-    """Weights on the target; source tokens moved, shares of their weight on characters, target tokens reached."""
+    """Target weights; which source tokens were moved, with what share of weight; which target tokens were reached."""
 
     weights: Tensor
     carried: NDArray[np.bool_]
@@ -154,7 +155,7 @@ def _move_matched(
 
 
 def _count_prefix(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
-    """Returns the length of the common prefix of two arrays, in rows."""
+    """Returns the number of rows in the common prefix of two arrays."""
     count = min(len(first), len(second))
     differs = np.flatnonzero(first[:count] != second[:count])
     return int(differs[0]) // max(1, first[0].size) if differs.size else count
@@ -163,7 +164,7 @@ def _count_prefix(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
 def match_equal_ids(source: list[int], target: list[int]) -> tuple[int, list[tuple[int, int]]]:
     """Matches equal ids in an optimal edit alignment.
 
-    Returns the length of the common prefix, which is matched directly, and the index pairs after it.
+    Returns the length of the common prefix, which is matched directly, and the matched index pairs after that prefix.
 
     If several alignments are optimal, the official code (package edit_distance, completion first) and this library may
     choose different ones. With the completion first and both sequences reversed, they agree most often: in 418 of 600
@@ -188,7 +189,7 @@ def _move_by_characters(
     target_places: NDArray[np.int64],
     holding: NDArray[np.bool_],
 ) -> _MovedWeights:
-    """Moves weights between equal (id, range) tokens, and the rest evenly via characters to unmatched tokens."""
+    """Moves weights to tokens with equal id and range, and all others evenly via characters to unmatched tokens."""
     direct = _move_matched(weights, *_match_equal_tokens(source, source_places, target, target_places), holding)
     reached = direct.reached
     rest = np.flatnonzero(~direct.carried & (source_places[:, 1] > source_places[:, 0]))
@@ -221,7 +222,7 @@ def _move_by_characters(
 def _match_equal_tokens(
     source: list[int], source_places: NDArray[np.int64], target: list[int], target_places: NDArray[np.int64]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Matches tokens with equal id and range; returns the common prefix length and later index pairs."""
+    """Matches tokens with equal id and range; returns the length of the common prefix and the later index pairs."""
     ours, theirs = np.column_stack([source, source_places]), np.column_stack([target, target_places])
     prefix = _count_prefix(ours, theirs)
     if prefix == len(source) or prefix == len(target):
@@ -236,7 +237,7 @@ def _match_equal_tokens(
 def _remove_gaps(
     givers: NDArray[np.int64], given: NDArray[np.int64], target_places: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns (source token, character) without gaps of the target; a token entirely within one is kept."""
+    """Removes characters in gaps of the target; if a token has no others, the character before the gap is used."""
     places = target_places[target_places[:, 1] > target_places[:, 0]]
     places = places[np.argsort(places[:, 0], kind="stable")]
     reach = np.maximum.accumulate(places[:, 1])

@@ -1,7 +1,7 @@
-"""Training ids of conversations: the rendered prompt, and the response with character ranges.
+"""Converts conversations to training ids: the rendered prompt, and the response with character ranges.
 
-The rendered conversation is tokenised without adding special tokens, so only the template determines headers and the
-end of turn. A BOS is prepended only if the tokenizer would add one and the template did not.
+The rendered conversation is tokenised without adding special tokens, so only the template determines turn headers and
+end-of-turn tokens. A BOS is prepended only if the tokenizer would add one and the template has not.
 """
 
 import hashlib
@@ -55,11 +55,11 @@ class DeadlineExceeded(Exception):
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raises ``DeadlineExceeded`` inside the context once this thread has computed for ``seconds``.
+    """Raises ``DeadlineExceeded`` inside the context once this thread has used ``seconds`` of CPU time.
 
-    Only CPU time counts, not time in which the process was stopped or waiting. Signals reach only the main thread, so
-    there is no limit in other threads, on systems without interval timers, or for a single call into C code that does
-    not check for signals.
+    Time in which the process is stopped or waiting does not count. There is no limit in threads other than the main
+    thread, which alone receives signals, on systems without interval timers, or within a single call into C code that
+    does not check for signals.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
@@ -83,9 +83,9 @@ def deadline(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def limit_memory(room: int) -> Iterator[None]:
-    """Raises MemoryError inside the context once the process uses ``room`` bytes more than before.
+    """Raises MemoryError inside the context once the process uses ``room`` bytes more than at the start.
 
-    The limit applies to the whole process; it is set only where the system reports the process's memory.
+    The limit applies to the whole process and is set only if /proc reports the memory that the process uses.
     """
     try:
         with open("/proc/self/statm", "rb", buffering=0) as file:
@@ -110,12 +110,12 @@ def limit_memory(room: int) -> Iterator[None]:
 log = logging.getLogger(__name__)
 
 RENDERING = 10.0
-"""CPU seconds allowed for rendering a prompt and its answers; real templates take milliseconds."""
+"""CPU seconds allowed for rendering one prompt with all answers; real templates take milliseconds."""
 ROOM, LONGEST = 2**30, 10**7
-"""Bytes of memory allowed for rendering a conversation, and characters that a template may add to its turns."""
+"""Bytes of memory that rendering a conversation may use, and characters that a template may add to the turns."""
 
 AT_ONCE, CHARACTERS = 256, 2**22
-"""Maximum numbers of prompts and of characters that are tokenised together."""
+"""Maximum number of prompts, and of characters, that are tokenised together."""
 
 _NONE: "Encodings" = {}
 _LEAVE_OUT = "set data.columns.traces=strip to train on the answer without its reasoning trace, or "
@@ -132,9 +132,9 @@ _FAULTS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, A
 
 
 class TokenRows:
-    """Token ids with an embedding in the model: ids below ``count``, or all ids if it is None.
+    """Ids that have an embedding in the model: ids below ``count``, or all ids if ``count`` is None.
 
-    Logs a warning if the padding token has none.
+    Logs a warning if the padding token has no embedding.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", count: int | None) -> None:
@@ -153,7 +153,7 @@ class TokenRows:
 
     @property
     def pad_id(self) -> int:
-        """Returns the padding id: the tokenizer's if it has an embedding, else that of EOS, else 0."""
+        """Returns the padding id: the padding token's if that has an embedding, otherwise the id of EOS, or 0."""
         known = (self._tokenizer.pad_token_id or 0, self._tokenizer.eos_token_id, 0)
         return next(index for index in known if index is not None and not self.is_out_of_range(index))
 
@@ -175,9 +175,10 @@ class TokenRows:
 
 
 class EncodedAnswers(NamedTuple):
-    """Encoded responses to one prompt, up to the first rejected one, whose error is ``problem``.
+    """Encoded responses to one prompt, up to the first response that was rejected with ``problem``.
 
-    ``apart``: whether each was tokenised separately because its beginning merges with the prompt's last token.
+    ``apart``: for each response, whether it was tokenised separately because its first characters merge with the
+    prompt's last token.
     """
 
     encoded: list[EncodedResponse]
@@ -186,7 +187,7 @@ class EncodedAnswers(NamedTuple):
 
 
 class _Conversation(NamedTuple):
-    """Rendered conversation: the length of its rendered prompt, and the position of the response."""
+    """Rendered conversation, with the length of the rendered prompt and the position of the response."""
 
     full: str
     before: int
@@ -195,12 +196,12 @@ class _Conversation(NamedTuple):
 
     @property
     def response_start(self) -> int:
-        """Returns the start of the response, including the template's text around a trace."""
+        """Returns the start of the response, or of the template's text before the trace if the response has one."""
         return self.before if len(self.pieces) > 1 else self.pieces[0].start
 
     @property
     def response_prefix(self) -> str:
-        """Returns the text between generation prompt and response; empty if it is only whitespace."""
+        """Returns the text between generation prompt and response; "" if there is only whitespace."""
         head = self.full[self.before : self.response_start]
         return head if head.strip() else ""
 
@@ -211,7 +212,7 @@ class _Conversation(NamedTuple):
 
 
 class _Rendered(NamedTuple):
-    """Rendered conversations of one prompt, up to the first that failed with ``problem``."""
+    """Rendered conversations of one prompt, up to the first conversation that failed with ``problem``."""
 
     conversations: list[_Conversation]
     problem: UserError | None
@@ -224,14 +225,15 @@ class _Rendered(NamedTuple):
 
 
 class ChatFormat:
-    """Conversion of messages to token ids with a tokenizer and a chat template.
+    """Converter from messages to token ids, with a tokenizer and a chat template.
 
-    ``chat_template`` replaces the tokenizer's template; ``fallback`` is used if there is none; ``chosen`` tells which
-    one is in use. ``kwargs`` sets variables of the template (``enable_thinking``); ``fold_system`` prepends a system
-    turn's text to the first user turn, separated by a blank line. Both are prepended to ``chat_template`` as code, and
-    so apply to every rendering, the fingerprint and exports; ``part`` is their config node. ``rows``: number of token
-    embeddings of the model, None if unknown; no id exceeds it. ``counts["prompt is not a token prefix"]`` counts
-    responses that were tokenised separately because their first characters merge with the prompt's last token.
+    ``chat_template`` replaces the tokenizer's template; ``fallback`` is used if neither exists; ``chosen`` tells which
+    of the three is in use. ``kwargs`` sets variables of the template (e.g. ``enable_thinking``); ``fold_system``
+    prepends a system turn's text to the first user turn, separated by an empty line. Both options are prepended to
+    ``chat_template`` as code, and so apply to every rendering, the fingerprint and exports. ``part``: config node of
+    the options. ``rows``: number of token embeddings of the model, None if unknown; all ids are below it.
+    ``counts["prompt is not a token prefix"]`` counts responses that were tokenised separately because their first
+    characters merge with the prompt's last token.
 
     Raises:
         UserError: the tokenizer has no template or gives no character ranges (is not "fast"), ``kwargs`` has variables
@@ -258,7 +260,7 @@ class ChatFormat:
         self.chat_template = prepend_options(self.chosen.text, tokenizer, kwargs, fold_system, part)
         self._part, self._folds, self.rows = part, fold_system, TokenRows(tokenizer, rows)
         if "strftime_now" in self.chat_template:
-            log.warning("the chat template writes today's date: prompts and their stored results change every day")
+            log.warning("the chat template writes today's date: prompts, and results stored for them, change every day")
         self.tokenizer = tokenizer
         self.counts: Counter[str] = Counter()
         self._plain: Tokenizer | None = None
@@ -280,7 +282,7 @@ class ChatFormat:
         self._try_template()
 
     def _try_template(self) -> None:
-        """Raises if the template does not terminate or writes a token without an embedding; other errors come later."""
+        """Raises if the template does not terminate or writes a token without an embedding; only logs other errors."""
         prompt, answer = [Message(role="user", content="a")], Message(role="assistant", content="a")
         for turns in (prompt, [*prompt, answer]):
             try:
@@ -292,7 +294,7 @@ class ChatFormat:
 
     @property
     def _backend(self) -> "Tokenizer":
-        """Returns the tokenizer's backend, or a copy if it is set to pad, truncate or split special tokens."""
+        """Returns the tokenizer's backend, or a copy with padding, truncation and splitting of special tokens off."""
         own: Tokenizer = self.tokenizer.backend_tokenizer
         split = self.tokenizer.split_special_tokens
         if own.padding is None and own.truncation is None and own.encode_special_tokens == split:
@@ -313,8 +315,8 @@ class ChatFormat:
         """Renders a conversation as text, with ``template`` instead of the format's own if given.
 
         Raises:
-            UserError: the template rejects the messages (with its own message) or does not terminate within RENDERING
-                seconds; after a timeout, further calls raise at once.
+            UserError: the template rejects the messages (its own error message is included) or does not terminate
+                within RENDERING seconds; after a timeout, further calls raise at once.
         """
         if self._ignores_tools(messages):
             self._log_once(logging.WARNING, _UNREAD)
@@ -323,7 +325,7 @@ class ChatFormat:
 
     @contextmanager
     def _limit_rendering(self) -> Iterator[None]:
-        """Limits time and memory of rendering inside the context; once exceeded, later renderings fail at once."""
+        """Limits time and memory of rendering inside the context; after a limit is exceeded, all later calls fail."""
         try:
             with deadline(RENDERING), limit_memory(ROOM):
                 yield
@@ -388,8 +390,8 @@ class ChatFormat:
     def tokenize(self, text: str, start: bool = True) -> tuple[list[int], list[Range]]:
         """Tokenises rendered text; returns ids and their half-open character ranges, without added special tokens.
 
-        The exception is a BOS with the range (0, 0), added if ``start`` is set (the text begins a sequence), the
-        tokenizer would add one and the text has none.
+        The exception is a BOS with the range (0, 0). It is added if ``start`` is set (the text begins a sequence), the
+        tokenizer would add a BOS and the text has none.
 
         Raises:
             UserError: the text has lone surrogates, or the model has no embedding for a token.
@@ -406,7 +408,7 @@ class ChatFormat:
         return ids, offsets
 
     def prompt_ids(self, prompt: Sequence[Message]) -> list[int]:
-        """Returns the ids of the prompt and generation prompt, with exactly one BOS if the tokenizer has one.
+        """Returns the ids of prompt and generation prompt, with exactly one BOS if the tokenizer adds a BOS.
 
         Raises:
             UserError: the template rejects the messages, or the text cannot be encoded.
@@ -414,10 +416,10 @@ class ChatFormat:
         return list(self._tokenize_prompt(self.render(prompt, add_generation_prompt=True))[0])
 
     def inference_template(self) -> str:
-        """Returns a chat template whose text alone gives ``prompt_ids``, with a BOS if training prepends one.
+        """Returns a chat template whose text alone gives ``prompt_ids``; it writes a BOS if training prepends one.
 
-        Generation libraries tokenise the rendered text without adding special tokens. If no template with or without a
-        BOS gives the training ids, this is logged and the format's own template is returned.
+        Generation libraries tokenise the rendered text without adding special tokens. If the training ids result from
+        the template neither with nor without a BOS, a warning is logged and the format's own template is returned.
         """
         probes = []
         for roles in (["user"], ["system", "user"]):
@@ -432,7 +434,7 @@ class ChatFormat:
             plain = [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
             if plain == [ids for _, ids in probes]:
                 return template
-        log.warning("generation libraries start prompts with different tokens from training; check the chat template")
+        log.warning("generation libraries and training begin prompts with different tokens; check the chat template")
         return self.chat_template
 
     def _tokenize_prompt(self, text: str, known: "Encodings" = _NONE) -> tuple[list[int], list[Range]]:
@@ -448,11 +450,11 @@ class ChatFormat:
     def encode(self, prompt: Sequence[Message], response: str) -> EncodedResponse:
         """Returns prompt ids, response ids including the end-of-turn token, and the response tokens' character ranges.
 
-        Visible text that the template writes between generation prompt and response (an empty thought) belongs to the
-        prompt; whitespace there does not, as it is usually part of the response's first token. Ranges are half open in
-        ``response`` as given, even if the template trims it; tokens without any of its characters (template text, end
-        of turn) have (len, len). If the template does not end the turn with a special token, the tokenizer's EOS is
-        added. An empty response is the end token alone.
+        Visible text that the template writes between generation prompt and response (e.g. an empty thought) belongs to
+        the prompt. Whitespace there belongs to the response, as it is usually part of the response's first token.
+        Ranges are half open and refer to ``response`` as given, even if the template trims it; tokens without any
+        characters of the response (template text, end of turn) have (len, len). If the template does not end the turn
+        with a special token, the tokenizer's EOS is added. An empty response consists of the end token alone.
 
         Raises:
             UserError: the template rewrites the prompt or the response, no token can end the turn, or the text has lone
@@ -464,11 +466,11 @@ class ChatFormat:
         return found.encoded[0]
 
     def encode_answers(self, prompt: Sequence[Message], responses: Sequence[str]) -> EncodedAnswers:
-        """Encodes several responses to one prompt, up to the first that is rejected."""
+        """Encodes several responses to one prompt, up to the first response that is rejected."""
         return self._encode_rendered(self._render_answers(prompt, responses), _NONE)
 
     def encode_many(self, conversations: Iterable[tuple[Sequence[Message], Sequence[str]]]) -> Iterator[EncodedAnswers]:
-        """Yields the result of ``encode_answers`` for each prompt with its responses.
+        """Yields the result of ``encode_answers`` for each pair of a prompt and a list of responses.
 
         AT_ONCE prompts are tokenised together on all cores while this thread renders the next ones (only the main
         thread can limit templates). Other errors of ``encode`` are raised when they occur.
@@ -481,7 +483,7 @@ class ChatFormat:
                 after = self._start_batch(rest, pool)
                 yield from map(partial(self._encode_rendered, known=job.result()), batch)
                 batch, job = after
-        log.debug("%d responses were tokenised again separately", self.counts[NOT_A_PREFIX] - merged)
+        log.debug("%d responses were tokenised again, apart from the prompt", self.counts[NOT_A_PREFIX] - merged)
 
     def _start_batch(
         self, rest: Iterator[tuple[Sequence[Message], Sequence[str]]], pool: ThreadPoolExecutor
@@ -557,13 +559,13 @@ class ChatFormat:
         return EncodedResponse(list(prompt_ids), ids, Offsets(places)), is_prefix
 
     def _log_once(self, level: int, text: str) -> None:
-        """Logs ``text`` the first time only."""
+        """Logs ``text`` unless it was logged before."""
         if text not in self._said:
             self._said.add(text)
             log.log(level, "%s", text)
 
     def _assistant_turn(self, response: str) -> Message:
-        """Returns the assistant turn, with the trace in its own field if the template reads that."""
+        """Returns the assistant turn, with the trace in a separate field if the template reads that field."""
         apart = get_trace(response) if REASONING in self.chat_template else None
         if apart is None:
             return Message(role="assistant", content=response)
@@ -582,7 +584,7 @@ class ChatFormat:
             "the chat template renders the prompt differently when an assistant turn follows: at character "
             f"{place} the prompt alone has {before[place : place + 40]!r}, the conversation has "
             f"{full[place : place + 40]!r}; for training, the conversation must begin with the prompt: "
-            f"{_LEAVE_OUT * has_trace(response)}{options}set model.chat_template to a template that keeps it",
+            f"{_LEAVE_OUT * has_trace(response)}{options}set model.chat_template to a template that keeps the prompt",
         )
 
     def _locate_response(self, prompt: Sequence[Message], before: str, full: str, response: str) -> list[TextSpan]:
@@ -599,13 +601,13 @@ class ChatFormat:
                 return [TextSpan(start + len(before), stop + len(before), at) for start, stop, at in traced]
         raise RefusedText(
             "the chat template rewrites the response",
-            "the chat template changes the text of an assistant turn beyond trimming blanks at its ends: the response "
-            f"{response[:60]!r} became {full[len(before) :][:80]!r}; "
+            "the chat template changes the text of an assistant turn beyond trimming surrounding whitespace: the "
+            f"response {response[:60]!r} became {full[len(before) :][:80]!r}; "
             f"{_LEAVE_OUT * has_trace(response)}set model.chat_template to another template",
         )
 
     def _learn_frame(self, prompt: Sequence[Message], before: str, traced: bool) -> tuple[str, str]:
-        """Returns the text around an answer, probed with a trace if the template requires one."""
+        """Returns the text before and after an answer, rendered with a trace if the template fails without."""
         try:
             probe = self._render_with_response(prompt, before, SENTINEL)
         except RefusedText:
@@ -615,7 +617,7 @@ class ChatFormat:
         return split_frame(probe[len(before) :])
 
     def _cut_after_end_token(self, ids: list[int], offsets: list[Range], end: int) -> tuple[list[int], list[Range]]:
-        """Cuts after the first special token behind the content, or appends EOS if there is none."""
+        """Truncates after the first special token that follows the content, or appends EOS if there is none."""
         # A special token within the response ends at or before ``end``, so it is never mistaken for the end token.
         for index in range(bisect_right(offsets, end, key=lambda place: place[1]), len(ids)):
             if ids[index] in self._special:
@@ -624,13 +626,13 @@ class ChatFormat:
         if self._eos is None:
             raise UserError(
                 "the chat template does not end an assistant turn with a special token and the tokenizer has no EOS "
-                "token: use a tokenizer with one, or set model.chat_template to a template that ends the turn"
+                "token: use a tokenizer with an EOS token, or set model.chat_template to a template that ends the turn"
             )
         self.rows.check_ids([self._eos])
         return [*ids, self._eos], [*offsets, (end, end)]
 
     def count_special_inside(self, encoded: EncodedResponse, response: str) -> int:
-        """Counts special tokens of ``encoded`` that ``response`` contains as text, such as a literal "</s>"."""
+        """Counts special tokens in ``encoded`` that come from text in ``response``, e.g. a literal "</s>"."""
         if self._special.isdisjoint(encoded.response_ids[:-1]):  # the last one is usually the end of turn
             places = zip(encoded.response_ids[-1:], encoded.offsets[-1:], strict=True)
         else:
@@ -642,7 +644,7 @@ class ChatFormat:
         )
 
     def has_special_tokens(self, prompt: Sequence[Message]) -> bool:
-        """Tells whether a message of ``prompt`` contains a special token as text, as already rendered prompts do."""
+        """Tells whether a message of ``prompt`` contains a special token as text, as in already rendered prompts."""
         return any(self._spelled.search(turn["content"]) for turn in prompt)
 
     @property
@@ -658,7 +660,7 @@ class ChatFormat:
         return frozenset(self._ends)
 
     def _answer_prefix(self) -> str:
-        """Returns the template's text between generation prompt and answer; empty if it rejects a single turn."""
+        """Returns the template's text between generation prompt and answer; "" if it rejects a single turn."""
         try:
             turns = [Message(role="user", content="a")]
             with self._limit_rendering():
@@ -669,7 +671,7 @@ class ChatFormat:
             return ""
 
     def fingerprint(self) -> dict[str, object]:
-        """Computes digests of the tokenizer (vocabulary, merges, normaliser, added tokens) and the template text."""
+        """Returns digests of the tokenizer (vocabulary, merges, normaliser, added tokens) and of the template."""
         if self._fingerprint is None:
             head = self._answer_prefix()
             self._fingerprint = {

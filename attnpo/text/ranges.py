@@ -1,4 +1,4 @@
-"""Character ranges of tokens, extended to characters that a tokenizer's normaliser left out."""
+"""Stores character ranges of tokens and extends them over characters that a tokenizer's normaliser left out."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -56,10 +56,11 @@ def as_ranges(places: Places) -> list[Range]:
 def extend_over_gaps(places: Places, text: str, begin: int, end: int) -> Places:
     """Extends token ranges so that together they cover every visible character of ``text[begin:end]``.
 
-    Tokenizers that compose, strip or remove characters (such as e and an accent to é) give the token only the first of
-    them. An uncovered character is added to the tokens that end before it or, before the first token of
-    ``text[begin:end]``, to those that start after it. Blanks are not added: some tokenizers drop them and others
-    exclude the blank before a word from its range, so their token is unclear. Ranges must be in order.
+    If a tokenizer composes, strips or removes characters (e.g. composes e and an accent to é), the token's range covers
+    only the first of these. An uncovered character is added to the closest tokens that end before it or, if there are
+    none in ``text[begin:end]``, to the closest tokens that start after it. Whitespace is not added: some tokenizers
+    drop it and others exclude the space before a word from the word's range, so it belongs to no clear token. Ranges
+    must be in order.
     """
     gaps = {} if _covers_all(places, begin, end) else _find_gaps(as_ranges(places), text, begin, end)
     if not gaps:
@@ -72,7 +73,7 @@ def extend_over_gaps(places: Places, text: str, begin: int, end: int) -> Places:
 
 
 def _covers_all(places: Places, begin: int, end: int) -> bool:
-    """Tells whether ranges cover every character from ``begin`` to ``end``, blanks included."""
+    """Tells whether the ranges cover every character from ``begin`` to ``end``, including whitespace."""
     starts, stops = places.T
     held = (stops > np.maximum(starts, begin)) & (starts <= end)
     reach = np.maximum.accumulate(np.concatenate(([begin], stops[held])))
@@ -80,7 +81,7 @@ def _covers_all(places: Places, begin: int, end: int) -> bool:
 
 
 def _find_gaps(places: Sequence[Range], text: str, begin: int, end: int) -> dict[tuple[int, bool], int]:
-    """Maps (character, True) to new starts and (character, False) to new ends of tokens next to gaps."""
+    """Maps (start, True) and (end, False) of the ranges next to gaps to new starts and ends."""
     found, reach, holds = {}, begin, False
     for start, stop in (*places, (end, end + 1)):
         if stop <= max(begin, start) or start > end:

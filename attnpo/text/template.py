@@ -1,8 +1,8 @@
-"""Chat templates: selection, options, tools, the text around a message, and errors.
+"""Handles chat templates: selection, options, tools, the text around a message, and errors.
 
 Options (values of variables, folding of the system turn) are prepended to a template as code. The result is again a
-template, so everything that renders, stores or exports it keeps the options. A prompt's tools are stored in its first
-turn, as JSON text of a list of function schemas.
+template, so the options apply wherever it is rendered, stored or exported. A prompt's tools are stored in the prompt's
+first turn, as JSON of a list of function schemas.
 """
 
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RefusedText(UserError):
-    """Error for text that cannot become training ids; ``reason`` describes the kind of problem, for counting."""
+    """Error for text that cannot be encoded as training ids; ``reason``, the kind of problem, serves for counting."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -36,11 +36,11 @@ class TokenWithoutEmbedding(RefusedText):
 
 
 class RunawayTemplate(UserError):
-    """Error for a chat template that does not terminate within its limits."""
+    """Error for a chat template that exceeds the time or memory limit for rendering."""
 
 
 def check_text(text: str, what: str) -> None:
-    """Raises UserError naming ``what`` if the text has a lone surrogate, which cannot be encoded."""
+    """Raises UserError, which names ``what``, if ``text`` has a lone surrogate, which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:
@@ -56,7 +56,7 @@ SENTINEL = "ATTNPOPLACEHOLDER"
 
 
 def split_frame(rendered: str) -> tuple[str, str]:
-    """Returns the text before and after the sentinel.
+    """Returns the text before and the text after the sentinel.
 
     Raises:
         UserError: the sentinel does not occur exactly once.
@@ -71,10 +71,10 @@ def split_frame(rendered: str) -> tuple[str, str]:
 
 
 def locate_in_frame(rendered: str, frame: tuple[str, str], content: str) -> tuple[int, int, int] | None:
-    """Locates ``content`` between the two texts of ``frame``; returns None if ``rendered`` is anything else.
+    """Locates ``content`` in ``rendered`` between the two strings of ``frame``; returns None if it is not there.
 
-    Returns the number of leading characters of the content that were trimmed, and the half-open range of the rest in
-    ``rendered``. Only blanks at either end may be missing.
+    Returns the number of leading characters trimmed from the content, and the half-open range of the rest in
+    ``rendered``. Only surrounding whitespace may be missing.
     """
     head, tail = frame
     body = rendered[len(head) : len(rendered) - len(tail)]
@@ -111,7 +111,7 @@ FOLD = (
 
 
 class ChosenTemplate(NamedTuple):
-    """Text of a chat template, its origin, and a warning if it is not the tokenizer's own."""
+    """Text and origin of a chat template, and a warning if the template is not the tokenizer's own."""
 
     text: str
     origin: str
@@ -123,10 +123,10 @@ def choose_template(
 ) -> ChosenTemplate:
     """Returns ``given``, or else the tokenizer's own template, or else ``fallback``.
 
-    Logs the warning once. ``part``: config node of ``given``.
+    Logs the result's warning once. ``part``: config node of ``given``.
 
     Raises:
-        UserError: none of the three exists.
+        UserError: there is none of the three.
     """
     name, own = tokenizer.name_or_path, tokenizer.chat_template
     if isinstance(own, dict):  # several named templates
@@ -151,7 +151,7 @@ def choose_template(
 
 
 def with_default_template(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | dict[str, str]:
-    """Returns a tokenizer's chat templates with ``template`` as the default; other named templates are kept."""
+    """Returns a tokenizer's chat templates with ``template`` as the default one; keeps other named templates."""
     own = tokenizer.chat_template
     return {**own, "default": template} if isinstance(own, dict) else template
 
@@ -162,7 +162,7 @@ def _warn_once(text: str) -> None:
 
 
 class _Generation(Extension):
-    """Template tag that marks the assistant's text in transformers' templates; renders its body."""
+    """Template tag that marks the assistant's text in transformers' templates; only the tag's body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  an instance attribute in the base class
 
@@ -208,13 +208,14 @@ def prepend_options(
     fold_system: bool = False,
     part: str = "model",
 ) -> str:
-    """Prepends settings to ``template``: the values of ``kwargs``, and folding of the system turn if asked.
+    """Prepends code to ``template``: the values in ``kwargs`` and, if ``fold_system``, folding of the system turn.
 
-    A value applies unless the caller of the template passes another. Without options the template is returned
+    A value applies unless the caller of the template passes another value. Without options, returns the template
     unchanged. ``part``: config node of the options, for errors.
 
     Raises:
-        UserError: the template never reads a name, the renderer supplies it, or a value is not plain data.
+        UserError: a name in ``kwargs`` is never read by the template or is supplied by the renderer, or a value is not
+            plain data.
     """
     kwargs = kwargs or {}
     supplied = SUPPLIED | set(tokenizer.special_tokens_map)
@@ -238,7 +239,7 @@ def jinja_literal(value: object, key: str) -> str:
     """Formats plain data as a Jinja expression.
 
     Raises:
-        UserError: any other value; the message names ``key``.
+        UserError: ``value`` is not plain data; the message names ``key``.
     """
     if value is None or isinstance(value, bool):
         return str(value).lower()
@@ -256,14 +257,14 @@ def jinja_literal(value: object, key: str) -> str:
 
 
 TOOL = "tool"
-"""Role of a turn with the result of a function call."""
+"""Role of a turn that contains the result of a function call."""
 
 
 def functions_to_json(functions: object) -> str | None:
-    """Converts a list of mappings, or its JSON text, to JSON text; keys keep their order.
+    """Converts a list of mappings, given as such or as JSON, to JSON; the order of keys is kept.
 
-    Returns None for an empty value. Unless given as JSON text, keys with the value None are dropped: tables add them if
-    another row has that key.
+    Returns None for an empty value. Unless the list is given as JSON, keys with the value None are dropped, since
+    tables add a key to every row if one row has it.
 
     Raises:
         ValueError: the value is anything else.
@@ -297,7 +298,7 @@ def get_tools(messages: Sequence[Message]) -> list[dict[str, Any]] | None:
 
 
 def to_template_turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Converts turns for chat templates and servers: calls become mappings, and tools are removed."""
+    """Converts turns for chat templates and servers: tool calls become mappings, and tool schemas are removed."""
     turns = []
     for message in messages:
         turn: dict[str, Any] = {name: str(value) for name, value in message.items() if name != "tools"}
@@ -310,7 +311,8 @@ def to_template_turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
 class ToolSupport:
     """Tool support of a chat template, determined with the first conversation that has tools.
 
-    ``render`` returns the text of turns. Conversations whose calls or results the template would omit are rejected.
+    ``render`` returns rendered turns. Conversations with tool calls or results that the template would omit are
+    rejected.
     """
 
     def __init__(self, template: str) -> None:
@@ -326,7 +328,7 @@ class ToolSupport:
         return self._reads
 
     def check(self, turns: Sequence[Mapping[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> None:
-        """Raises RefusedText if the template would omit calls or results."""
+        """Raises RefusedText if the template would omit tool calls or tool results."""
         if "tool_calls" not in self._template and any(turn.get("tool_calls") for turn in turns):
             raise RefusedText(
                 "the chat template writes no tool calls",

@@ -1,4 +1,4 @@
-"""Reasoning traces: ``<think>...</think>`` at the beginning of a response."""
+"""Handles reasoning traces, i.e. ``<think>...</think>`` at the beginning of a response."""
 
 import re
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ _TRACED = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 class TraceHandling(Enum):
     """Handling of reasoning traces in responses: keep them, or remove them from the data.
 
-    WEIGH_APART: trained on, with a share of the weight equal to its share of the tokens; judges read only the answer,
-    and weights are spread over it alone.
+    WEIGH_APART: a trace is trained on, with a share of the weight equal to the trace's share of the tokens. Judges read
+    only the answer, and the rest of the weight is spread over the answer.
     """
 
     KEEP = "keep"
@@ -27,7 +27,7 @@ class TraceHandling(Enum):
 
 
 class TextSpan(NamedTuple):
-    """Half-open span of a rendered text, and the position of its first character in the response."""
+    """Half-open span of rendered text, and the position in the response of the span's first character."""
 
     start: int
     end: int
@@ -40,7 +40,7 @@ def has_trace(response: str) -> bool:
 
 
 def get_trace(response: str) -> str | None:
-    """Returns the trace at the beginning of the response, stripped of blanks; None if there is none."""
+    """Returns the trace at the beginning of the response, without surrounding whitespace; None without a trace."""
     found = _TRACED.match(response)
     return None if found is None else found[1].strip()
 
@@ -51,23 +51,23 @@ def is_unclosed(response: str) -> bool:
 
 
 def add_trace(trace: str, answer: str) -> str:
-    """Joins trace and answer to one response."""
+    """Returns the response that consists of the trace and the answer."""
     return f"{OPEN}\n{trace.strip()}\n{CLOSE}\n\n{answer}"
 
 
 def answer_start(response: str) -> int:
-    """Returns the position of the answer after trace and blanks; 0 without a trace."""
+    """Returns the position of the answer, after the trace and whitespace; 0 without a trace."""
     found = _TRACED.match(response)
     return 0 if found is None else len(response) - len(response[found.end() :].lstrip())
 
 
 def strip_trace(response: str) -> str:
-    """Removes the trace, if any, from a response."""
+    """Returns the response without a trace."""
     return response[answer_start(response) :]
 
 
 def weighted_start(pair: PreferencePair, side: str) -> int:
-    """Returns the first weighted character: the start of the answer if traces are excluded, else 0."""
+    """Returns the position of the first weighted character: the answer's start if traces are excluded, otherwise 0."""
     return answer_start(pair.response(side)) if pair.apart else 0
 
 
@@ -84,10 +84,10 @@ def count_tokens_before(start: int, offsets: Sequence[Sequence[int]]) -> int:
 
 
 def locate_trace(body: str, response: str) -> list[TextSpan] | None:
-    """Locates the tags, trace and answer of ``response`` in ``body``, as rendered by a template.
+    """Locates the tags, trace and answer of ``response`` in ``body``, which a template has rendered.
 
-    The template may change blanks around trace and answer, and may write the opening tag in the prompt. Returns None if
-    the response has no trace, or the template made other changes.
+    The template may change whitespace around trace and answer, and may write the opening tag in the prompt. Returns
+    None if the response has no trace, or the template made other changes.
     """
     given = _TRACED.match(response)
     if given is None:
@@ -109,7 +109,7 @@ def locate_trace(body: str, response: str) -> list[TextSpan] | None:
 
 
 def to_response_ranges(places: Places, pieces: list[TextSpan], last: int) -> Places:
-    """Applies ``to_response_range`` to many ranges; fast for those within the longest span."""
+    """Applies ``to_response_range`` to many ranges; ranges within the longest span are converted fast."""
     begin, stop, place = max(pieces, key=lambda piece: piece.end - piece.start)
     starts, ends = places.T
     inside = (starts >= begin) & (starts < stop) & (ends > begin) & (ends <= stop)
@@ -120,7 +120,7 @@ def to_response_ranges(places: Places, pieces: list[TextSpan], last: int) -> Pla
 
 
 def to_response_range(start: int, end: int, pieces: list[TextSpan], last: int) -> Range:
-    """Returns the characters of the response covered by rendered [start, end); (last, last) if none."""
+    """Returns the response's character range for the rendered range [start, end); (last, last) if there is none."""
     held = [piece for piece in pieces if start < piece.end and end > piece.start]
     if not held:
         return last, last
