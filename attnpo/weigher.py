@@ -53,8 +53,8 @@ class Weigher:
     """Weighs the tokens of preference pairs by the attention of a judge model, as training with that judge would.
 
     The defaults match the command line with ``weights=attention judge=pairwise``. On the first pairs the weigher
-    measures how much probability the judge puts on its labels. It logs a warning if that is little, and another one if
-    much of the weight is lost on the way to the training tokens (``kept_mass`` of a response).
+    measures how much probability the judge puts on its labels. It logs a warning if that probability is low, and
+    another one if much of the weight does not reach the training tokens (``kept_mass`` of a response).
 
     >>> from attnpo import Weigher
     >>> weigher = Weigher(model, layer="last", template="judge/testbed.txt")
@@ -79,14 +79,14 @@ class Weigher:
         model: a folder, a hub name, or a loaded causal language model. A loaded model stays on its device unless
             ``device`` is given.
         tokenizer: the model's tokenizer, loaded or by name; None loads it from ``model``. A loaded model needs one.
-        layer: 1-based number, "last", or a fraction of the depth such as "1/2".
+        layer: 1-based number, "last", or a fraction of the depth, e.g. "1/2".
         source: "attention", "rollout", or a weight source of ``attnpo.weights.sources`` that reads a judge or only the
-            texts. Such a source brings its own settings (heads, several layers, order of averaging, ...).
+            texts. Such a source has its own settings (heads, several layers, order of averaging, ...).
         sink_tokens: number of first tokens that get 1/|y| to remove the attention sink (paper: 1), in responses of at
             least five judge tokens; 0 keeps their attention.
-        both_orders: average over both orders of the answers (paper); False uses only the order with the chosen answer
-            first.
-        template: the judge's wording: a file (also one of ``configs/``), or the text itself with {question}, {answer_a}
+        both_orders: whether to average over both orders of the answers (paper); False uses only the order with the
+            chosen answer first.
+        template: the judge's wording, as a file (also one of ``configs/``) or as a string with {question}, {answer_a}
             and {answer_b}.
         chat: whether the wording becomes a user message of the chat template (True) or is the whole prompt (False).
         prefill: the beginning of the judge's reply, up to the letter; None for no prefill.
@@ -99,7 +99,7 @@ class Weigher:
         verdict: whether to read the verdicts as well, which runs all layers.
         token_budget: maximum number of tokens per forward pass.
         chat_template: a Jinja template or a file with one, for a tokenizer without a chat template.
-        chat_template_kwargs: values for variables that the chat template reads, such as {"enable_thinking": False}.
+        chat_template_kwargs: values for variables that the chat template reads, e.g. {"enable_thinking": False}.
         lengths: the length rules of training (2048 tokens, prompts 1800).
         revision: revision on the hub.
         dtype: number format of a model that is loaded here.
@@ -198,13 +198,13 @@ class Weigher:
         """Returns the weights of one pair, or of many pairs in order.
 
         Args:
-            prompt: a text or chat messages, or a list of these for many pairs. As the only argument: one row or many
+            prompt: a string or chat messages, or a list of these for many pairs. As the only argument: one row or many
                 rows with the columns ``prompt``, ``chosen`` and ``rejected`` in one of the Hugging Face conventions.
-            chosen: the better answer, as text or messages; a list for many pairs.
+            chosen: the better answer, as a string or messages; a list for many pairs.
             rejected: the other answer, in the same form.
 
         Raises:
-            UserError: a pair cannot be weighed; names its position in the list and the reason.
+            UserError: a pair cannot be weighed; the message gives the pair's position in the list and the reason.
         """
         if (chosen is None) != (rejected is None):
             raise UserError(
@@ -235,7 +235,7 @@ class Weigher:
             rows: rows with the columns ``prompt``, ``chosen`` and ``rejected``, as for a call.
 
         Raises:
-            UserError: a row cannot be weighed; names its position and the reason.
+            UserError: a row cannot be weighed; the message gives the row's position and the reason.
         """
         return [
             self._make_example(one, self.source, self._select_rounds(raw))
@@ -314,7 +314,7 @@ class Weigher:
     def _finish_pair(
         self, one: EncodedSet, captured: PairWeights | None, layer: int | str | None, chosen_round: int | None
     ) -> WeighedPair:
-        """Returns the pair weighed at ``layer`` and by one round; None stands for the weigher's own setting."""
+        """Returns the pair weighed at ``layer`` and by ``chosen_round``; None means the weigher's own setting."""
         source, pair, raw = self.source, one.pairs[0], self._select_rounds(captured, chosen_round)
         if layer is not None:
             if not isinstance(source, Attention):
@@ -420,7 +420,7 @@ def _pair_from_row(row: Mapping[str, object], where: str) -> PreferencePair:
 
 
 def _pair_from_texts(prompt: object, chosen: object, rejected: object, where: str) -> PreferencePair:
-    """Makes a pair of three plain texts; reads them as a row if one of them is a list of messages."""
+    """Makes a pair from three strings; reads them as a row if one of them is a list of messages."""
     if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
         return PreferencePair.from_texts([Message(role="user", content=prompt)], chosen, rejected)
     return _pair_from_row({"prompt": prompt, "chosen": chosen, "rejected": rejected}, where)

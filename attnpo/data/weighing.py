@@ -184,7 +184,7 @@ def weigh_splits(
         rows,
         reader.num_layers,
         key,
-        reader.measure_answers(share, captured) if isinstance(reader, RunVerbalizer) else None,
+        reader.compute_answer_statistics(share, captured) if isinstance(reader, RunVerbalizer) else None,
         reads=reader.reads,
         seconds=table.seconds_per_pair(captured),
         label_mass=None if labels is None else labels.load_measurement(),

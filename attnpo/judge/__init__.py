@@ -1,1 +1,1 @@
-"""Judge, whole: its prompts and labels, rows of attention, verdicts and traces."""
+"""Judge: prompts and labels, attention rows, verdicts and traces."""

@@ -7,8 +7,8 @@ windowed mask, attention sinks) without any T x T tensor. Rollout goes from the 
 An attention function registered with transformers receives queries and keys. It leaves the attention output to the
 usual fast kernel and, on the requested layers, recomputes one softmax row per prompt. Paper section on AttentionPO: the
 row of the verdict position, averaged over query heads. Prompts come as a padded batch, or as one row in which common
-prefixes are stored once (``prefixes``). Requests and results of a call are held by an ``AttentionProbe`` in its keyword
-arguments; the registered name is the only global state.
+prefixes are stored once (``prefixes``). An ``AttentionProbe`` in the keyword arguments of a call carries its requests
+and results; the registered name is the only global state.
 
 The last resort is the attention maps that a model returns with eager attention, one prompt at a time, for classes whose
 attention does not use transformers' AttentionInterface, or that take their mask apart. All maps of a prompt are in
@@ -48,7 +48,7 @@ class MaskRule:
     """Mask as a function of (batch, head, query, key) indices; only blocks of it are ever built.
 
     ``local_size``: a query sees at most this many last keys; ``causal``: no key after the query. Both only limit the
-    keys that a block has to visit. ``rows``: the model's batch size; one row may hold several sequences.
+    keys that a block has to visit. ``rows``: the model's batch size; one row may contain several sequences.
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -58,7 +58,7 @@ class MaskRule:
     rows: int = 1
 
     def __getitem__(self, index: object) -> "MaskRule":
-        """Returns the rule itself, for models that slice their whole mask; raises ``UserError`` for a part of it."""
+        """Returns the rule itself, for models that slice their whole mask; raises ``UserError`` for other slices."""
         return check_whole_mask(self, index)
 
     def visible_keys(self, start: int, stop: int, length: int) -> tuple[int, int]:
@@ -98,8 +98,8 @@ class LayerAttention:
     """Queries and keys of one layer after rotation, and the settings of its scores.
 
     ``query`` [batch H T d], ``key`` [batch KV T d] with KV dividing H; ``sinks`` [H] are extra scores that are part of
-    the softmax and are dropped afterwards. With ``branches`` [n T], queries and keys belong to one row [1 H N d],
-    and ``branches[i]`` holds the positions of sequence i in it.
+    the softmax and are dropped afterwards. With ``branches`` [n T], queries and keys belong to one row [1 H N d], and
+    ``branches[i]`` gives the positions of sequence i in that row.
     """
 
     query: Float[Tensor, "batch heads T d"]
@@ -199,7 +199,7 @@ class StopForward(Exception):
 
 
 class AmbiguousAttention(UserError):
-    """Layer attends more than once in a forward pass, so its attention row is ambiguous."""
+    """Error for a layer that attends more than once in a forward pass, so that its attention row is ambiguous."""
 
 
 class AttentionProbe:
@@ -269,7 +269,7 @@ class AttentionProbe:
         return rollout_row((self.kept.pop(layer) for layer in range(self.depth - 1, -1, -1)), self.last)
 
     def check_layers_read(self, read: Collection[int], layers: Sequence[int]) -> None:
-        """Raises ``UserError`` if one of ``layers`` was not ``read``, that is, gave no attention."""
+        """Raises ``UserError`` if one of ``layers`` is not among those ``read``, that is, gave no attention."""
         silent = [layer + 1 for layer in layers if layer not in read]
         if silent:
             raise UserError(
@@ -300,7 +300,7 @@ def tap_attention(backbone: PreTrainedModel, kernel: str) -> Iterator[None]:
 def trim_last_layer(last: nn.Module) -> Iterator[None]:
     """Runs the layer ``last`` inside the context only for the probe's last positions of a row, [1 batch d].
 
-    Only keys and values are needed of the other positions, so the rest of the layer is not computed for them.
+    The other positions need only keys and values, so the rest of the layer is not computed for them.
     """
 
     def narrow(
@@ -326,7 +326,7 @@ def trim_last_layer(last: nn.Module) -> Iterator[None]:
 
 
 def _select_positions(value: object, places: Tensor, length: int) -> object:
-    """Returns ``value`` with every row tensor [1 N ...] in it, N = ``length``, reduced to ``places``."""
+    """Returns ``value`` after reducing every row tensor [1 N ...] in it (N = ``length``) to ``places``."""
     if isinstance(value, Tensor):
         return value[:, places] if value.dim() > 1 and value.shape[:2] == (1, length) else value
     if isinstance(value, tuple):
@@ -375,7 +375,7 @@ def _attention_forward(
     in_blocks: bool = False,
     **unused: object,
 ) -> tuple[Tensor, None]:
-    """Returns the attention output [batch T H d]; the probe, if there is one, reads the layer first."""
+    """Returns the attention output [batch T H d], after the probe, if there is one, has read the layer."""
     output = None if attention_probe is None else attention_probe.trimmed_output()
     if output is not None:
         return output, None
@@ -515,7 +515,7 @@ def _maps_by_layer(
     if len(given) != probe.depth:
         if len(given) != len(attending):
             raise UserError(
-                f"it returns {len(given)} maps, but {len(attending)} of its {probe.depth} layers have attention"
+                f"the model returns {len(given)} maps, but {len(attending)} of its {probe.depth} layers have attention"
             )
         return {
             layer - 1: EagerAttentionMap(each) for layer, each in zip(attending, maps, strict=True) if each is not None
@@ -530,7 +530,9 @@ def check_attention_rows(probe: AttentionProbe, attending: Sequence[int]) -> Non
     """
     absent = [layer for layer in attending if layer - 1 not in probe.rows]
     if absent or not probe.rows:
-        raise UserError(f"the map of layer {absent[0] if absent else 1} does not have one key per token")
+        raise UserError(f"the attention map of layer {absent[0] if absent else 1} does not have one key per token")
     for layer, rows in sorted(probe.rows.items()):
         if not (float(rows.min()) >= 0 and float(rows.sum(-1).max()) <= 1 + ROUNDING):
-            raise UserError(f"the map of layer {layer + 1} is not a softmax")
+            raise UserError(
+                f"in the attention map of layer {layer + 1}, a weight is negative or a row sums to more than 1"
+            )

@@ -1,6 +1,7 @@
-"""Data types between the judge and the weights: prompts, written traces, readings.
+"""Data types and protocols between the judge and the weights: prompts, written traces, readings.
 
-No behaviour is defined here. Axes are named as in ``attnpo.schema``.
+Apart from small derived values (``JudgeReading.label_mass``), nothing is computed here. Axes are named as in
+``attnpo.schema``.
 """
 
 from abc import ABC, abstractmethod
@@ -49,8 +50,8 @@ class JudgePrompt:
 class JudgeReading:
     """Results of one forward pass of the judge on one prompt.
 
-    ``rows`` holds the attention of the verdict position to every prompt token, for each requested layer in the
-    requested order: the mean over query heads, or one row per head with ``per_head``. ``verdict_logps``: natural
+    ``rows``: attention of the verdict position to every prompt token, for each requested layer in the requested order,
+    as the mean over query heads or, with ``per_head``, as one row per head. ``verdict_logps``: natural
     log-probabilities of the two labels and of the arg max token, over the whole vocabulary. ``trace``: length of the
     text that the judge wrote between the prompt and the verdict position, if any.
     """
@@ -64,7 +65,7 @@ class JudgeReading:
 
     @property
     def label_mass(self) -> float | None:
-        """Returns the total probability of the two labels at the verdict position; None if it was not read."""
+        """Returns the sum of the probabilities of both labels at the verdict position; None if these were not read."""
         return None if self.verdict_logps is None else min(1.0, float(self.verdict_logps[:2].double().exp().sum()))
 
 
@@ -106,7 +107,7 @@ class PromptBuilder(Protocol):
 
 @dataclass(frozen=True)
 class LoadedJudge:
-    """Loaded judge with its prompt builder; ``verdict`` also reads the two label logits, which needs the full depth."""
+    """Loaded judge with its prompt builder; with ``verdict``, both label logits are read too, at full depth."""
 
     model: JudgeModel
     prompts: PromptBuilder
@@ -122,9 +123,10 @@ CAPTURE_VERSION = "2"
 class WeightReader(ABC):
     """Reads token weights from a model that it describes without loading it; the store uses it to compute missing rows.
 
-    ``name`` and ``done`` are its words in the log ("judge", "judged"). ``rounds``: rows per response and layer.
-    ``reads``: number of sequences that models read per pair; an answer that a model writes counts once. ``verdict``:
-    whether verdicts are read as well. ``trace``: how a judge reasons before it is read; None if it does not.
+    ``name`` and ``done``: noun and participle for the reader in the log ("judge", "judged"). ``rounds``: rows per
+    response and layer. ``reads``: number of sequences that models read per pair; an answer that a model writes counts
+    once. ``verdict``: whether verdicts are read as well. ``trace``: how a judge reasons before it is read; None if it
+    does not.
     """
 
     name: ClassVar[str]
@@ -140,7 +142,7 @@ class WeightReader(ABC):
 
     @property
     def num_layers(self) -> int:
-        """Returns the depth with the layers that have attention; 0 if the reader does not read single layers."""
+        """Returns the depth, with the layers that have attention; 0 if the reader does not read single layers."""
         return 0
 
     @property
@@ -150,7 +152,7 @@ class WeightReader(ABC):
 
     @abstractmethod
     def describe_pass(self, rows: str) -> str:
-        """Describes a pass over ``rows`` for the log."""
+        """Describes for the log what a pass over ``rows`` does."""
 
     @abstractmethod
     def fingerprint(self) -> dict[str, object]:
@@ -162,4 +164,4 @@ class WeightReader(ABC):
 
     @abstractmethod
     def load(self, device: torch.device) -> object:
-        """Loads the model onto ``device`` and returns the object that sources capture with."""
+        """Loads the model onto ``device``; returns the object that sources use for capturing."""

@@ -1,9 +1,9 @@
-"""Causal LM as judge: attention rows of the verdict position, rollout and verdict, in one forward per batch.
+"""Causal LM as judge: attention rows of the verdict position, rollout and verdict, in one forward pass per batch.
 
 Implements ``judge.base.JudgeModel``. Prompts are packed into one row without padding, and common prefixes are stored
 only once. The last layer runs only at the verdict positions, as does the vocabulary head, and nothing runs above the
-deepest requested layer. A model that does not support such rows gets right-padded batches of similar lengths: the same
-numbers, more work. This is tested once per model.
+deepest requested layer. A model that does not support such rows gets right-padded batches of similar lengths, which
+give the same numbers with more work. Whether a model supports them is tested once.
 """
 
 import logging
@@ -51,7 +51,7 @@ from attnpo.system.files import format_bytes
 log = logging.getLogger(__name__)
 
 ROW_BYTES = 16 << 20
-"""Maximum activation size of a row on a CPU: larger ones exceed its caches and need newly cleared pages each time."""
+"""Maximum bytes of a row's activations on a CPU; larger ones exceed its caches and need cleared pages each time."""
 
 KERNEL = "sdpa"
 """Default attention kernel family of a judge; part of its fingerprint."""
@@ -126,8 +126,8 @@ class CausalJudge:
         ``layers`` are 1-based and give the order of the rows. ``verdict`` runs the full depth and reads the arg max
         token and, if ``label_ids`` are given, their two logits and ``verdict_logps``. Without it (and without rollout)
         the forward pass stops in the deepest requested layer. Raises ``UserError`` for a layer out of range, an empty
-        prompt, ``per_head`` of layers with different numbers of heads, and a model whose attention does more than the
-        attention that is read.
+        prompt, ``per_head`` of layers with different numbers of heads, and a model whose attention does more than what
+        is read of it.
         """
         check_request(*self._words, prompts, layers, self.num_layers)
         if prompts:
@@ -146,7 +146,7 @@ class CausalJudge:
         return [readings[index] for index in range(len(prompts))]
 
     def _row_token_budget(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Returns the tokens of a row: the token budget; on a CPU fewer, but enough for both rounds of any pair."""
+        """Returns the maximum tokens of a row: the token budget; fewer on a CPU, but both rounds of any pair fit."""
         if self.model.device.type != "cpu":
             return self.token_budget
         config = self.model.config.get_text_config()
@@ -235,7 +235,7 @@ class CausalJudge:
         return trim_last_layer(next(stack[-1] for stack in stacks if len(stack) == self.num_layers))
 
     def _can_share_rows(self) -> bool:
-        """Tells whether rows of several prompts give the numbers of a padded batch; tested once."""
+        """Tells whether rows with several prompts give the same numbers as a padded batch; tested once."""
         if self._follows is None:
             reason = self._find_row_problem()
             self._follows = reason is None
@@ -261,7 +261,7 @@ class CausalJudge:
         self._readable = True
 
     def _find_read_problem(self, prompts: Sequence[Sequence[int]], expected: Tensor, at: BlockRecorder) -> str | None:
-        """Returns the reason why the attention cannot be read, with the layer; None if it can."""
+        """Returns the reason why the attention cannot be read, naming the layer; None if it can be read."""
         untapped = at.outputs.copy()
         try:
             with tap_attention(self._backbone, self.kernel):
@@ -277,7 +277,7 @@ class CausalJudge:
             layer, gap = next(changed, at.number), float((logits - expected).abs().max())
             return f"layer {layer} gives other numbers when its attention is read (logits differ by {gap:.3g})"
         silent = [layer for layer in attending_layers(self._backbone) if layer - 1 not in probe.rows]
-        return f"layer {silent[0]} does not pass on what it is called with" if silent else None
+        return f"layer {silent[0]} does not pass on the keyword arguments of its call" if silent else None
 
     def _switch_to_maps(self, prompts: Sequence[Sequence[int]], problem: str) -> None:
         """Switches to the maps of eager attention and logs it; ``UserError`` if they do not work either."""
@@ -291,7 +291,7 @@ class CausalJudge:
                 with tap_attention(self._backbone, MAPS):
                     logits = self._forward(inputs, probe, verdict=True)
                 if logits is None or is_different(logits, expected):
-                    raise UserError("its logits change: load it with attn_implementation=eager")
+                    raise UserError("the model's logits change: load the model with attn_implementation=eager")
                 check_attention_rows(probe, attending_layers(self._backbone))
         except torch.OutOfMemoryError:
             raise
@@ -312,7 +312,7 @@ class CausalJudge:
         )
 
     def _find_row_problem(self) -> str | None:
-        """Returns the reason why rows of several prompts do not give the numbers of a padded batch; None if they do."""
+        """Returns the reason why rows of several prompts give other numbers than a padded batch; None if equal."""
         kind = type(self.model).__name__
         prompts = probe_prompts(vocabulary_size(self.model))
         expected = self._forward(*self._prepare_inputs(prompts, (), False), verdict=True)
@@ -320,9 +320,9 @@ class CausalJudge:
         try:
             logits = self._forward(*self._prepare_inputs(prompts, (), True), verdict=True)
         except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take such rows
-            return f"{kind} cannot follow rows of several prompts ({type(error).__name__}: {error})"
+            return f"{kind} cannot read rows of several prompts ({type(error).__name__}: {error})"
         if logits is None or logits.shape != expected.shape:
-            return f"{kind} cannot run its last layer for some positions alone"
+            return f"{kind} cannot run its last layer for only some positions"
         if self.model.dtype in EXACT:
             gap, bound = float((logits - expected).abs().max()), probe_bound(expected)
             if not gap <= bound:  # NaN is no match either
@@ -332,7 +332,7 @@ class CausalJudge:
             return None
         # In low precision, bits show whether prompts of a row interact; a few layers in float32 show the rest.
         if self._prompts_interact(prompts, logits, True) and not self._prompts_interact(prompts, expected, False):
-            return f"{kind} changes the verdict on a prompt with the tokens of others in its row"
+            return f"{kind} changes its verdict on a prompt when other prompts are in the same row"
         try:
             small = CausalJudge(make_small_copy(self.model, self.model.device, torch.float32), kernel=self.kernel)
         except Exception as error:  # noqa: BLE001  # the config of any model
@@ -341,7 +341,7 @@ class CausalJudge:
             return small._find_row_problem()
 
     def _prompts_interact(self, prompts: Sequence[Sequence[int]], logits: Tensor, shared: bool) -> bool:
-        """Tells whether the tokens of other prompts change a bit of a verdict; False if bits are not reproducible."""
+        """Tells whether other prompts' tokens change any bit of a verdict; False if the bits are not reproducible."""
         row = cast(Tensor, self._prepare_inputs(prompts, (), shared)[0]["input_ids"])
         for index in range(len(prompts)):
             inputs, probe = self._prepare_inputs(probe_prompts(vocabulary_size(self.model), index), (), shared)

@@ -1,4 +1,4 @@
-"""Judge of a run: described cheaply, loaded once, and only if something is missing in the store."""
+"""Judge of a run, which is loaded once, and only if something is missing in the store."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -63,14 +63,14 @@ class AttentionReader(WeightReader):
 
 
 class RunJudge(AttentionReader):
-    """Judge of a run: described cheaply, loaded at most once.
+    """Judge of a run, which is loaded at most once.
 
     Args:
         judge: the settings. UserError if another model is required but not named, if the tokenizer has no character
             offsets, or if the chat template does not read ``chat_template_kwargs``.
         model: the run's model, which is the judge unless ``judge.path`` names another.
         chat: the run's chat format, used unless ``judge.path`` names another model.
-        store: holds the traces of a judge that reasons first; None keeps them in memory, for each ``load``.
+        store: store for the traces of a judge that reasons first; with None, each ``load`` keeps its own in memory.
     """
 
     name, done, rounds = "judge", "judged", 2  # in both orders
@@ -118,7 +118,7 @@ class RunJudge(AttentionReader):
         return self.settings.verdict
 
     def describe_pass(self, rows: str) -> str:
-        """Describes a pass over ``rows`` for the log."""
+        """Describes for the log what a pass over ``rows`` does."""
         return f"judge pass: reading {rows} of {self.path} in both orders"
 
     def prompts_fingerprint(self) -> Mapping[str, object]:
@@ -140,7 +140,7 @@ class RunJudge(AttentionReader):
         return Depth(depth, found.layers)
 
     def decode_token(self, token: int) -> str:
-        """Decodes a token of the judge."""
+        """Decodes a token id with the judge's tokenizer."""
         return str(self.tokenizer.decode([token]))
 
     def estimate_memory(self, budget: int) -> MemoryEstimate:
@@ -152,7 +152,7 @@ class RunJudge(AttentionReader):
     def choose_token_budget(self, capacity: int | None) -> int:
         """Chooses the number of tokens per forward for a device of ``capacity`` bytes (None if unknown).
 
-        The estimate does not cover the prompt states that a reasoning judge keeps, so the estimate is not used for it.
+        The estimate does not cover the prompt states that a reasoning judge keeps, so it is not used for such a judge.
         """
         asked = self.settings.token_budget
         if not isinstance(asked, str):
@@ -163,7 +163,7 @@ class RunJudge(AttentionReader):
         return TOKEN_BUDGET
 
     def load(self, device: torch.device, *, keep: bool = True) -> LoadedJudge:
-        """Loads the model onto ``device``; returns it with its prompts for capturing.
+        """Loads the model onto ``device``; returns it with its prompts, for capturing.
 
         ``keep``: whether traces are read from and written to the store.
         """
@@ -191,7 +191,7 @@ class RunJudge(AttentionReader):
     def load_traces(self, pair: PreferencePair) -> tuple[str, ...]:
         """Returns the traces that the judge wrote about ``pair``, by round.
 
-        Empty if the store does not have all of them. UserError for a pair that the judge cannot be shown.
+        Empty if the store does not have all of them. UserError for a pair that cannot be shown to the judge.
         """
         table = self._trace_table()
         if table is None:
@@ -202,7 +202,7 @@ class RunJudge(AttentionReader):
 
 
 def add_reasoning(judge: CausalJudge, prompts: JudgePromptBuilder, kept: TraceCache) -> JudgeModel:
-    """Wraps ``judge`` so that it writes a trace first if the rules of ``prompts`` ask for one; else returns it as is.
+    """Wraps ``judge`` so that it writes a trace first if the rules of ``prompts`` ask for one; else returns ``judge``.
 
     UserError for a model that cannot generate.
     """
@@ -224,13 +224,13 @@ def add_reasoning(judge: CausalJudge, prompts: JudgePromptBuilder, kept: TraceCa
 
 LABEL_MASS = "label_mass"
 PAIRS = 16
-"""Pairs whose two prompts are measured. The standard error of the mean is at most 0.125, if all masses are 0 or 1."""
+"""Number of pairs to measure, two prompts each; the standard error is at most 0.125 (if every mass is 0 or 1)."""
 NOT_MEASURED = "judge: the store has the weights of all pairs, but no valid measurement of the judge's labels on them"
 
 
 @dataclass(frozen=True)
 class LabelCheck:
-    """Measurement of the probability of a judge's labels on the first of ``pairs``, stored by judge, prompts, pairs."""
+    """Stored measurement of the probability of a judge's labels on the first of ``pairs``, by judge and prompts."""
 
     judge: RunJudge
     store: Store
@@ -238,7 +238,7 @@ class LabelCheck:
 
     @cached_property
     def sample_prompts(self) -> list[JudgePrompt]:
-        """Returns the prompts, two per pair, of the first ``PAIRS`` pairs that the judge can be shown."""
+        """Returns the prompts, two per pair, of the first ``PAIRS`` pairs that can be shown to the judge."""
         found: list[JudgePrompt] = []
         for pair in self.pairs:
             with suppress(UserError):
@@ -258,8 +258,9 @@ class LabelCheck:
     def check_stored(self, load: Callable[[], LoadedJudge]) -> None:
         """Checks the stored measurement when all weights are already in the store.
 
-        The measurement may be missing: its record is damaged or was not copied, or other pairs came first. With stop,
-        the judge is loaded with ``load`` and measured again; with warn, the log only says that nothing is known.
+        The measurement is missing if its record is damaged or was not copied, or if it was made on other pairs. If
+        ``judge.low_label_mass`` is stop, the judge is then loaded with ``load`` and measured; if it is warn, a log line
+        says that there is no measurement.
         """
         mass = self.load_measurement()
         if mass is not None:
@@ -271,7 +272,7 @@ class LabelCheck:
             self.measure_and_check(load())
 
     def measure_and_check(self, judge: LoadedJudge) -> None:
-        """Measures the sample pairs, unless that is stored, and logs the result.
+        """Measures the sample pairs, unless their measurement is stored, and logs the result.
 
         UserError below ``judge.min_label_mass`` if ``judge.low_label_mass`` is stop, and then also if the labels cannot
         be read at all; with warn both are warnings.

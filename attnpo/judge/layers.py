@@ -14,9 +14,9 @@ log = logging.getLogger(__name__)
 
 
 class Depth(int):
-    """Number of a judge's layers that also knows which of them have softmax attention to read.
+    """Number of a judge's layers that also lists those with readable softmax attention.
 
-    ``attending``: their numbers, ascending. A plain int stands for attention in every layer.
+    ``attending``: the numbers of these layers, ascending. A plain int means that every layer has attention.
     """
 
     attending: tuple[int, ...]
@@ -45,7 +45,7 @@ StoredRow = int | HeadRow
 
 
 def layer_column(row: StoredRow) -> str:
-    """Returns the name of the column that holds a stored row: L08, or L08H03 for one head."""
+    """Returns the column name of a stored row: L08, or L08H03 for one head."""
     return f"L{row.layer:02d}H{row.head:02d}" if isinstance(row, HeadRow) else f"L{row:02d}"
 
 
@@ -67,7 +67,7 @@ def resolve_layer(layer: int | str, num_layers: int, key: str = "weights.layer")
 
     ``layer``: a number, "last", or a fraction of the depth such as "1/4" (rounded down, at least 1: 8, 16 and 24 of 32
     as in the paper). Names and fractions count only layers with softmax attention: "last" is the last of these. "auto"
-    must have been replaced before (``attnpo.lab.auto_layer``). UserError naming ``key`` otherwise.
+    must have been replaced before (``attnpo.lab.auto_layer``). UserError naming ``key`` if there is no such layer.
     """
     readable = layers_with_attention(num_layers)
     whole = readable == tuple(range(1, num_layers + 1))

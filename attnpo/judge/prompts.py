@@ -78,7 +78,7 @@ class JudgeTemplate:
     def distance_to_closing(self, name: str, text: str | None) -> int | None:
         """Returns the number of characters from a placeholder to ``text``; None if ``text`` does not follow it.
 
-        ``text`` None stands for the next visible character.
+        With ``text`` None, the next visible character is taken.
         """
         literal = self.literals[self.order.index(name) + 1]
         if text is None:
@@ -91,9 +91,9 @@ def allocate_tokens(room: int, question: int, sizes: Sequence[int], max_response
     """Divides ``room`` tokens among the question and the two responses; returns how many each keeps.
 
     Responses keep at most ``max_response`` tokens each, and the question gets the remaining tokens (decision 10). If
-    that would leave the question less than an eighth of the room (a small judge.max_length), it keeps an eighth, or all
-    of a shorter question, and the responses share the rest evenly; tokens that a short response does not need go to the
-    other.
+    that would leave the question less than an eighth of the room (with a small judge.max_length), the question keeps an
+    eighth of it (all if shorter), and the responses share the rest evenly. Tokens that a short response does not need
+    go to the other response.
     """
     caps = [min(size, max_response) for size in sizes]
     keep = min(question, max(room // 8, room - sum(caps)))
@@ -105,7 +105,7 @@ def allocate_tokens(room: int, question: int, sizes: Sequence[int], max_response
 
 
 def last_tokens_start(places: Sequence[Range], keep: int, length: int) -> int:
-    """Returns the character where the last ``keep`` tokens begin, moved past characters that an earlier token shares.
+    """Returns the index of the character where the last ``keep`` tokens begin, past any shared with an earlier token.
 
     ``places`` are the tokens' half-open character ranges in a text of ``length`` characters.
     """
@@ -160,13 +160,13 @@ def check_prefill(chat: ChatFormat, prompt: str, prefill: str, labels: Sequence[
     """Raises UserError unless ``prompt``, which ends in ``prefill``, has the same tokens whichever label follows.
 
     Otherwise the position before the label would not occur when the model itself writes the label: the tokenizer drops
-    blanks at the end of a text, or merges the end of the prefill with the label.
+    trailing whitespace, or merges the end of the prefill with the label.
     """
     before, places = chat.tokenize(prompt)
     if not prefill.strip() or not places or places[-1][1] < len(prompt):
         raise UserError(
-            f"judge.prefill: the judge's tokenizer strips the end of {prefill!r}, so the verdict would not follow it: "
-            "expected a text that does not end in a blank"
+            f"judge.prefill: the judge's tokenizer strips the end of {prefill!r}, so the verdict would not "
+            "follow the prefill: remove the trailing whitespace"
         )
     for label in labels:
         whole, _ = chat.tokenize(prompt + label)
@@ -183,7 +183,7 @@ def check_prefill(chat: ChatFormat, prompt: str, prefill: str, labels: Sequence[
 
 @dataclass(frozen=True)
 class AfterTrace:
-    """Ids that follow a trace: ``closing`` after one that did not end by itself, then always ``prefill``."""
+    """Ids that follow a trace: ``closing`` if the trace did not end by itself, then always ``prefill``."""
 
     closing: tuple[int, ...]
     prefill: tuple[int, ...]
@@ -202,14 +202,14 @@ def make_after_trace(chat: ChatFormat, prompt: str, rules: TraceRules, prefill: 
     until = rules.until
     if prefill is not None and until.strip() in prefill:
         raise UserError(
-            f"judge.prefill={prefill!r} contains the end of a trace, but it is written after the trace and after "
-            f"judge.trace.until={until!r}: remove that text from the prefill"
+            f"judge.prefill={prefill!r} contains the end of a trace, but the prefill is written after the trace and "
+            f"judge.trace.until={until!r}: remove that end from the prefill"
         )
     closing = _tokens_after(chat, prompt, until)
     if not closing or chat.tokenizer.unk_token_id in closing:
         raise UserError(
-            f"judge.trace.until: the judge's tokenizer cannot write {until!r}, so no trace would end with it: set "
-            "it to the text that ends a trace of this judge"
+            f"judge.trace.until: the judge's tokenizer cannot write {until!r}, so no trace would end with that text: "
+            "set judge.trace.until to the text that ends a trace of this judge"
         )
     return AfterTrace(tuple(closing), () if prefill is None else tuple(_tokens_after(chat, prompt + until, prefill)))
 
@@ -221,8 +221,9 @@ def check_trace_open(prompt: str, frame_end: str, until: str) -> None:
     """
     if until.strip() in frame_end or prompt.rstrip().endswith(until.strip()):
         raise UserError(
-            f"judge.trace: the judge's prompt ends in {prompt[-60:]!r} and already has judge.trace.until={until!r}, so "
-            "the judge would not think: enable thinking (judge.chat_template_kwargs), or set judge.trace=null"
+            f"judge.trace: the judge's prompt ends in {prompt[-60:]!r} and already contains "
+            f"judge.trace.until={until!r}, so the judge would not think: enable thinking "
+            "(judge.chat_template_kwargs), or set judge.trace=null"
         )
 
 
@@ -238,7 +239,7 @@ _ORDERS = (("chosen", "rejected"), ("rejected", "chosen"))
 
 @dataclass(frozen=True)
 class _JudgedAnswer:
-    """Response as the judge sees it, from character ``start`` on; ``blank``: a space replaces an empty response."""
+    """Response as the judge sees it, from character ``start`` on; ``blank``: whether it is empty (shown as a space)."""
 
     text: str
     start: int
@@ -263,7 +264,7 @@ class _TokenizedRound(NamedTuple):
 
 
 def question_text(prompt: Sequence[Message]) -> str:
-    """Returns the question as the judge reads it: the content of a lone user turn, else "role: content" per turn.
+    """Returns the question as the judge reads it: the content of a single user turn, else "role: content" per turn.
 
     Turns are separated by a blank line. System turns are shown like the others, and an assistant's tool calls as JSON.
     Tool definitions are not shown.
@@ -378,8 +379,9 @@ class JudgePromptBuilder:
     def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
         """Returns the two rounds: first with chosen as answer A, then with rejected as answer A.
 
-        A token range is empty only if nothing of a response reaches the judge (dropped by the tokenizer, or blank at
-        the end of a trimmed message). Raises UserError naming the pair if its text cannot be encoded or does not fit.
+        A token range is empty only if nothing of a response reaches the judge (the tokenizer drops it, or it is
+        whitespace at the end of a trimmed message). Raises UserError naming the pair if its text cannot be encoded or
+        does not fit.
         """
         question, cut = question_text(pair.prompt), False
         try:
@@ -501,15 +503,15 @@ class JudgePromptBuilder:
         place = locate_in_frame(full, self._frame, text)
         if place is None:
             raise UserError(
-                "the chat template changes a user message by more than trimming blanks at its ends, so the responses "
-                "cannot be located in it: set model.chat_template to another template"
+                "the chat template changes a user message by more than trimming whitespace at its ends, so the "
+                "responses cannot be located in it: set model.chat_template to another template"
             )
         return full + prefill, place[1] - place[0], place[1], place[2]
 
     # ------------------------------------------------------------------------------------------ length
 
     def _ranges_with_accents(self, text: str) -> list[Range]:
-        """Returns the ranges of a response's tokens, so that no cut behind one parts an accent from its letter."""
+        """Returns the character ranges of a response's tokens, such that no cut splits an accent from its letter."""
         places = as_array(self.chat.tokenize(text, start=False)[1])
         return as_ranges(extend_over_gaps(places, text, 0, len(text)))
 

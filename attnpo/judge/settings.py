@@ -23,9 +23,9 @@ TRACE_VERSION = "1"
 class TraceRules:
     """Settings of the reasoning that a judge writes before its verdict (config node ``judge.trace``).
 
-    A trace ends with the text ``until``. If the model has not written it after ``max_new_tokens`` tokens, or ends its
-    turn before, the trace is closed with that text and counts as cut. ``temperature`` 0 is greedy decoding; samples are
-    keyed by ``seed`` and by the prompt, that is, by the pair and the order of its answers.
+    A trace ends with the text ``until``. If the model has not written that text after ``max_new_tokens`` tokens, or
+    ends its turn earlier, the trace is closed with it and counts as cut. ``temperature`` 0 is greedy decoding; samples
+    are keyed by ``seed`` and by the prompt, that is, by the pair and the order of its answers.
     """
 
     max_new_tokens: int
@@ -38,7 +38,7 @@ class TraceRules:
     def __post_init__(self) -> None:
         self.sampling()
         if not self.until.strip():
-            raise UserError(f"until: expected a text that ends a trace, such as {CLOSE}, got {self.until!r}")
+            raise UserError(f"until: expected the text that ends a trace, e.g. {CLOSE}, got {self.until!r}")
 
     def sampling(self) -> Sampling:
         """Returns the decoding settings."""
@@ -78,10 +78,10 @@ class JudgeRules:
     """Settings of the judge's prompts.
 
     template_file: text file with the wording. assembly, span: see the enums. span_closing, span_drop: a reference span
-    ends ``span_drop`` tokens before the first token of ``span_closing``, a text that follows both answers in the
-    wording (None: before the first visible character after the answer). max_length: prompts of this many tokens or more
-    are cut. max_response_length: tokens that a response keeps in a prompt that is cut. labels: the letters of the first
-    and the second answer. strip: strip blanks from both ends of the responses (official code; under IDS the training
+    ends ``span_drop`` tokens before the first token of ``span_closing``, which follows both answers in the wording
+    (None: before the first visible character after the answer). max_length: prompts of this many tokens or more are
+    cut. max_response_length: tokens that a response keeps in a prompt that is cut. labels: the letters of the first and
+    the second answer. strip: strip whitespace from both ends of the responses (official code; under IDS the training
     ids decide). chat: the text is one user message of the chat template; otherwise it is the whole prompt. prefill: the
     beginning of the judge's reply up to the letter, appended at the end (None: nothing). trace: how the judge reasons
     before it replies (None: not at all); prompt, trace and prefill together stay within max_length.
@@ -104,9 +104,9 @@ class JudgeRules:
         check_at_least("judge", 1, max_length=self.max_length, max_response_length=self.max_response_length)
         check_at_least("judge", 0, span_drop=self.span_drop)
         if self.span_closing == "":
-            raise UserError("judge.span_closing: expected a text that follows both answers, or null, got an empty text")
+            raise UserError("judge.span_closing: expected text that follows both answers, or null, got an empty string")
         if self.prefill == "":
-            raise UserError("judge.prefill: expected the beginning of a reply, or null, got an empty text")
+            raise UserError("judge.prefill: expected the beginning of a reply, or null, got an empty string")
         if self.labels[0] == self.labels[1]:
             raise UserError(f"judge.labels: expected two different labels, got {self.labels[0]} twice")
 
@@ -122,8 +122,8 @@ class Judge(JudgeRules):
     many as fit by the memory estimate, or ``TOKEN_BUDGET`` without an estimate. ``other``: a different model is
     required, so ``path`` None is a model that ``prepare`` has not built yet, never the run's own. ``min_label_mass``:
     required probability of both labels together at the verdict position, averaged over the first prompts. The default
-    is one half: below it the judge more likely writes something else there than a verdict. ``low_label_mass``: warn or
-    stop if a judge falls below it before a pass that is still to be computed.
+    is one half: below that, the judge more likely writes something else there than a verdict. ``low_label_mass``:
+    whether to warn or to stop if the judge is below that before weights are computed.
     """
 
     path: str | None = None
@@ -153,7 +153,7 @@ class Judge(JudgeRules):
     def prompt_rules(self, positions: int | None = None) -> JudgeRules:
         """Returns only the prompt rules, with the template's path resolved, for a judge with ``positions`` positions.
 
-        Prompts are cut to what the judge can read. None: the judge has no stated limit.
+        Prompts are cut to that many tokens; None if the judge has no stated limit.
         """
         plain = JudgeRules(**{item.name: getattr(self, item.name) for item in fields(JudgeRules)})
         length = plain.max_length if positions is None else min(plain.max_length, positions)

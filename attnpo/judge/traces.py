@@ -1,4 +1,4 @@
-"""Judge that reasons first: its traces, written once and cached, and the readings after them."""
+"""Judge that reasons first: its traces, which are written once and cached, and the readings after them."""
 
 import logging
 import time
@@ -94,7 +94,7 @@ TRACES = "traces"
 """Kind of the store's tables for traces: one row per prompt."""
 IDS, TEXT, CLOSED = "ids", "text", "closed"
 AT_ONCE = 64
-"""Traces that are stored at once: an interruption loses at most that many."""
+"""Number of traces that are stored together; an interruption loses at most that many."""
 LOG_EVERY = 60.0  # seconds
 
 
@@ -104,7 +104,7 @@ def trace_key(prompt: Sequence[int]) -> str:
 
 
 class TraceCache:
-    """Traces by ``trace_key``, in a table of the store, or in memory without one."""
+    """Traces by ``trace_key``, in a table of the store, or in memory if there is no table."""
 
     def __init__(self, table: StoreTable | None) -> None:
         self.table = table

@@ -24,11 +24,11 @@ class JudgeStatistics:
     """Shares between 0 and 1 over ``pairs`` pairs with a verdict in every round; NaN if there are none.
 
     ``agreement``: rounds whose higher label logit picks the chosen response (ties count as half). ``pair_accuracy``:
-    pairs whose logit difference, averaged over both orders, picks the chosen response (same). ``consistency``: pairs
-    for which all orders pick the same response (a tie picks none). ``other_tokens``: rounds whose most likely token is
-    neither label. ``chosen_first``, ``chosen_second``: agreement of the rounds that show the chosen response first (as
-    answer A) and second. ``first_picked``: rounds that pick the answer shown first, whichever it is (ties count as half
-    in all three).
+    pairs whose logit difference, averaged over both orders, picks the chosen response (ties count as half).
+    ``consistency``: pairs for which all orders pick the same response (a tie picks none). ``other_tokens``: rounds
+    whose most likely token is neither label. ``chosen_first``, ``chosen_second``: agreement of the rounds that show the
+    chosen response first (as answer A) and second. ``first_picked``: rounds that pick the answer shown first, whichever
+    it is (ties count as half in all three).
     """
 
     agreement: float
@@ -42,7 +42,7 @@ class JudgeStatistics:
 
 
 class JudgeStanding(Enum):
-    """Judge quality from the 95 % interval of its accuracy (both orders averaged).
+    """Quality of a judge, from the 95 % interval of its accuracy (averaged over both orders).
 
     ``FEW``: undecided, because there are fewer than 20 pairs.
     """
@@ -82,7 +82,7 @@ def judge_statistics(captured: Iterable[PairWeights], label_ids: tuple[int, int]
 
 
 def judge_standing(verdicts: JudgeStatistics) -> JudgeStanding:
-    """Tells whether the 95 % interval of the accuracy (both orders averaged) is above, around or below one half.
+    """Classifies a judge by whether the 95 % interval of its accuracy (both orders) is above, around or below one half.
 
     The interval is Wilson's. It contains one half exactly if a test at level 5 % cannot distinguish the judge from a
     coin.
@@ -173,8 +173,8 @@ CUT = "judge's trace was cut"
 class TraceStatistics:
     """Statistics over ``traces`` traces: mean and maximum number of tokens, and how many were ``cut``.
 
-    ``at_limit``: traces cut because they reached ``limit`` tokens; in the other cut ones the judge ended its turn.
-    ``until``: the text that they were closed with. ``first``: the pairs of the first cut traces, at most three.
+    ``at_limit``: traces cut because they reached ``limit`` tokens; in the others that were cut, the judge ended its
+    turn. ``until``: the text that closed them. ``first``: the pairs of the first cut traces, at most three.
     """
 
     traces: int
@@ -272,12 +272,12 @@ class LabelMass:
 def measure_label_mass(
     judge: JudgeModel, prompts: Sequence[Sequence[int]], label_ids: tuple[int, int], decode: Callable[[int], str]
 ) -> LabelMass:
-    """Measures the probability of ``label_ids`` after ``prompts`` (at least one), at the judge's full depth."""
-    return compute_label_mass(judge.read(prompts, layers=(), verdict=True, label_ids=label_ids), decode)
+    """Reads the verdicts on ``prompts`` (at least one) and averages the total probability of ``label_ids``."""
+    return average_label_mass(judge.read(prompts, layers=(), verdict=True, label_ids=label_ids), decode)
 
 
-def compute_label_mass(readings: Sequence[JudgeReading], decode: Callable[[int], str]) -> LabelMass:
-    """Computes the label mass from readings. ValueError if one has no verdict."""
+def average_label_mass(readings: Sequence[JudgeReading], decode: Callable[[int], str]) -> LabelMass:
+    """Averages ``label_mass`` over ``readings`` and counts the most likely tokens. ValueError if one has no verdict."""
     masses = [reading.label_mass for reading in readings]
     tokens = [reading.verdict_token for reading in readings]
     shares = [mass for mass in masses if mass is not None]

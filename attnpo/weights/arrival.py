@@ -14,15 +14,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 KEPT, SIDES_APART, SOURCE = 0.9, 0.1, 0.95
-"""Minimum kept mass of a side, maximum difference between sides, minimum source coverage; else there is a warning."""
+"""Limits for a warning: minimum kept mass of a side, maximum difference between sides, minimum source coverage."""
 
 KEPT_MASS = ("kept_mass_chosen", "kept_mass_rejected")
 COLUMNS = {"source_coverage": "source coverage", **dict(zip(KEPT_MASS, ("kept chosen", "kept rejected"), strict=True))}
-"""Table headers of the columns next to coverage, by their names in a run's result; older results do not have them."""
+"""Headers of the table columns next to coverage, by field name in a run's result; older results lack these fields."""
 
 
 def coverage_and_kept_mass(weights: Float[Tensor, " n"], arrived: Float[Tensor, " n"]) -> tuple[float, float]:
-    """Returns source coverage and kept mass of one response; ``arrived`` is the share of each weight that is kept.
+    """Returns source coverage and kept mass of one response; ``arrived``: kept share of each token's weight.
 
     Source coverage is the share of source tokens that keep any weight. Both are 1 if there is nothing to lose:
     no tokens, or weights that are all 0.
@@ -44,15 +44,15 @@ class PairCoverage(Protocol):
 
     @property
     def coverage(self) -> tuple[float, float]:
-        """Returns the share of training tokens with a partner."""
+        """Returns the share of each side's training tokens that have a partner among the source's tokens."""
 
     @property
     def source_coverage(self) -> tuple[float, float]:
-        """Returns the share of source tokens with a partner."""
+        """Returns the share of each side's source tokens that have a partner among the training tokens."""
 
     @property
     def kept_mass(self) -> tuple[float, float]:
-        """Returns the share of the weights that is kept."""
+        """Returns the share of each side's absolute weights that is kept."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class WeightCoverage:
 
     @classmethod
     def mean_over(cls, pairs: Sequence[PairCoverage]) -> "WeightCoverage":
-        """Averages over ``pairs``, rounded as in a run's result."""
+        """Averages the coverage of ``pairs`` and rounds it as in a run's result."""
         count = len(pairs)
         if not count:
             return cls(*[math.nan] * 4)

@@ -24,7 +24,7 @@ from attnpo.schema import (
 from attnpo.weights.postprocess import Postprocess
 
 PairedWeights = tuple[Float[Tensor, "rows R"], Float[Tensor, " pairs"]]
-"""Weights of a batch's rows, and a factor for the loss of each of its pairs."""
+"""Token weights of a batch's rows, and one factor per pair, which multiplies that pair's loss."""
 
 SomeSource = TypeVar("SomeSource", bound="WeightSource")
 
@@ -34,7 +34,7 @@ class ScorerModel:
     """Causal LM that scores training tokens; ``path`` None is the run's own model before training.
 
     ``instruction`` is added to the last user turn, after a blank line, when this scorer reads a pair. The chat format
-    is always the run's.
+    is always that of the run.
     """
 
     path: str | None = None
@@ -44,10 +44,12 @@ class ScorerModel:
 
     def __post_init__(self) -> None:
         if self.instruction is not None and not self.instruction.strip():
-            raise UserError("a scorer's instruction must not be blank; use null for a scorer without an instruction")
+            raise UserError(
+                "a scorer's instruction must contain text; set it to null for a scorer without an instruction"
+            )
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists keys without effect: the run's own model has its own revision."""
+        """Lists keys without effect: ``revision`` if ``path`` is None, as the run's own model has its revision."""
         return {"revision": "the scorer is the model itself (path=null)"} if self.path is None else {}
 
     def fingerprint(self) -> dict[str, object]:
@@ -58,13 +60,13 @@ class ScorerModel:
 class WeightSource(ABC):
     """Base class of all sources of token weights. A custom source is a frozen dataclass derived from a subclass below.
 
-    ``kind``: whether a row is a distribution over the response or a factor that is used as it is. ``signed``: whether
-    weights may be negative. ``tokens``: "source" for rows on the source's own tokens, which are then aligned; "train"
-    for rows on the training ids. ``requires``: what has to be loaded, out of "judge", "generator", "scorers" and
-    "reward"; empty if nothing has to be. ``columns``: data columns that the source reads from ``PreferencePair.extra``.
-    ``postprocess``: how rounds become one distribution; None takes their plain mean. ``partial``: the source may leave
-    tokens without a weight. A raw 0 then means "no weight", and a pair is dropped if a response has weights for less
-    than ``min_coverage`` of its tokens, unless the run overrides that.
+    ``kind``: whether a row contains a distribution over the response, or factors that are used unchanged. ``signed``:
+    whether weights may be negative. ``tokens``: "source" for rows on the source's own tokens, which are then aligned;
+    "train" for rows on the training ids. ``requires``: which of "judge", "generator", "scorers" and "reward" must be
+    loaded; empty if none. ``columns``: data columns that the source reads from ``PreferencePair.extra``.
+    ``postprocess``: rules that turn the rounds into one distribution; None takes the plain mean of the rounds.
+    ``partial``: the source may leave tokens without a weight. A raw 0 then means "no weight", and a pair is dropped if
+    a response has weights for less than ``min_coverage`` of its tokens, unless the run sets another minimum.
     """
 
     kind: ClassVar[Kind] = Kind.DISTRIBUTION
@@ -89,7 +91,7 @@ class WeightSource(ABC):
         return self.layers_to_store(num_layers)
 
     def rows_to_read(self) -> tuple[StoredRow, ...]:
-        """Returns the stored rows that ``select`` reads; the source must be resolved. Empty without layers."""
+        """Returns the stored rows that ``select`` reads, none without layers; the source must be resolved."""
         return ()
 
     def capture_fingerprint(self) -> Mapping[str, object]:
@@ -108,9 +110,9 @@ class WeightSource(ABC):
 
 
 class CapturedSource(WeightSource):
-    """Source that reads a model: captured once, stored raw, and selected from on every use.
+    """Source whose weights come from a model: they are captured once, stored raw, and selected on every use.
 
-    By default there is one row without a layer, stored under the number 0.
+    By default there is one row without a layer, stored as layer 0.
     """
 
     tokens: ClassVar[str] = "source"
@@ -127,8 +129,8 @@ class CapturedSource(WeightSource):
 class ScoredSource(CapturedSource):
     """Source that compares the scores of other models on the training tokens (``requires`` "scorers").
 
-    ``name``: its option in the config. ``compares_whole``: whether it compares full next-token distributions, which
-    requires vocabularies of the same size.
+    ``name``: the value of ``weights`` in the config that selects this source. ``compares_whole``: whether it compares
+    full next-token distributions, which requires vocabularies of the same size.
     """
 
     name: ClassVar[str]
@@ -145,10 +147,10 @@ class ScoredSource(CapturedSource):
 
 
 class TextSource(WeightSource):
-    """Source that every run computes itself, on the training tokens, without a model and without the store.
+    """Source whose weights every run computes itself, on the training tokens, without a model or the store.
 
-    ``name`` is its option in the config. ``neutral``: whether its weights are equal, so that an objective without token
-    weights loses nothing.
+    ``name``: the value of ``weights`` in the config that selects this source. ``neutral``: whether all its weights are
+    equal, so that an objective without token weights loses nothing.
     """
 
     name: ClassVar[str] = "of one's own"
@@ -169,7 +171,7 @@ class TextSource(WeightSource):
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """Returns a weight for every training token of ``pair``'s response on ``side``.
 
-        A source whose weights of one response depend on the other one overrides ``weigh_pair`` instead.
+        If the weights of one response depend on the other response, the source overrides ``weigh_pair`` instead.
         """
         raise UserError(f"{type(self).__name__} has neither weigh nor weigh_pair: implement one of them")
 
@@ -180,7 +182,7 @@ class TextSource(WeightSource):
         return {side: self.weigh(pair, side, encoded[side]) for side in SIDES}
 
     def pair_weight(self, pair: PreferencePair) -> float:
-        """Returns the factor of the pair's loss, finite and at least 0; UserError naming the pair otherwise."""
+        """Returns the factor that multiplies the pair's loss; UserError unless it is finite and at least 0."""
         return 1.0
 
 
@@ -190,8 +192,8 @@ Uncaptured = TextSource  # the name of before 0.2.0
 class OnlineSource(TextSource):
     """Source that computes each batch's weights from statistics of the training step; equal weights before that.
 
-    ``statistics``: what it reads of ``TokenStats`` besides the log-probabilities, named as in an objective's
-    ``requires``.
+    ``statistics``: the parts of ``TokenStats`` that the source reads besides the log-probabilities, named as in an
+    objective's ``requires``.
     """
 
     statistics: ClassVar[frozenset[str]] = frozenset()
@@ -220,18 +222,18 @@ def equal_weights(encoded: EncodedResponse) -> Float[Tensor, " m"]:
 def online_statistics(source: WeightSource) -> frozenset[str]:
     """Returns the statistics that a run computes for ``source`` in every step, named as in an objective's ``requires``.
 
-    Empty if the source is not online. "reference" stands for the log-probabilities of the frozen reference.
+    Empty if the source is not online. "reference" means the log-probabilities of the frozen reference.
     """
     return source.statistics if isinstance(source, OnlineSource) else frozenset()
 
 
 def is_neutral(source: WeightSource) -> bool:
-    """Tells whether ``source`` costs nothing and has equal token weights, so that any objective may ignore it."""
+    """Tells whether ``source`` requires no model and has equal token weights, so that any objective may ignore it."""
     return not source.requires and not (isinstance(source, TextSource) and not source.neutral)
 
 
 def required_coverage(source: WeightSource, asked: float | None = None) -> float:
-    """Returns the coverage that a pair must reach: ``asked``, else the source's own; 0 if it weighs every token."""
+    """Returns the coverage that a pair must reach: ``asked`` if given, else the source's minimum (0 if not partial)."""
     if asked is not None:
         return asked
     return source.min_coverage if source.partial else 0.0

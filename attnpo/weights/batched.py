@@ -1,9 +1,9 @@
 """Batched version of ``postprocess`` and ``text.alignment``: the weights of many responses at once, on flat arrays.
 
-The rows of a chunk are concatenated in flat arrays. Only operations that do not depend on the order of additions run on
-these arrays. Row sums are computed by torch for each row, so every number is bit for bit the one that a single response
-gets. Responses that need more (rounds on different tokens, tokens without an equal partner, invalid weights) come back
-as None and are handled one by one.
+The rows of a chunk are concatenated in flat arrays. Only operations that do not depend on the order of addition run on
+these arrays, and torch sums each row separately. Every number is therefore bit for bit the same as for a response that
+is processed alone. Responses that need more (rounds on different tokens, tokens without an equal partner, invalid
+weights) are returned as None; the caller handles them one by one.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class _FlatRows:
 def postprocess_responses(
     rule: Postprocess, responses: Sequence[Sequence[TokenWeights]]
 ) -> list[tuple[Float[Tensor, " _"], bool] | None]:
-    """Applies ``rule`` to each response's rounds; returns the weights, and whether the raw ones were all zero.
+    """Applies ``rule`` to each response's rounds; returns the weights, and whether raw weights were all 0.
 
     Only responses with one or two rounds on the same tokens are handled; the others are None.
     """
@@ -133,7 +133,7 @@ def _fix_sinks(weights: Floats, rows: _FlatRows, first: int, least: int) -> Floa
 
 
 class AlignedResponse(NamedTuple):
-    """Weights of one response on its training tokens; the numbers are defined in ``pipeline.TrainingWeights``."""
+    """Weights of one response on its training tokens; the fields are defined in ``pipeline.TrainingWeights``."""
 
     weights: Float[Tensor, " m"]
     length: float
@@ -156,8 +156,9 @@ def align_responses(
 ) -> list[AlignedResponse | None]:
     """Aligns weights with the training tokens, if both sides have equal tokens up to the end of the shorter one.
 
-    ``responses`` holds for each response its tokens, its weights, and a mask of the tokens that have a weight (None for
-    all). Training tokens without characters get 1/n, n the number of source tokens, if ``end_is_mean``, else 0.
+    ``responses`` contains for each response its source tokens, their weights, and a mask of the tokens that have a
+    weight (None for all). Training tokens without characters get 1/n if ``end_is_mean`` (n is the number of source
+    tokens), else 0.
     """
     fits = [
         row.token_ids.numel() == len(row.offsets) == len(weights) and len(onto.response_ids) == len(onto.offsets)

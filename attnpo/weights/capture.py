@@ -1,8 +1,8 @@
-"""Captured weights and reference log-probabilities in the store: keys, columns, and computing what is missing.
+"""Captured weights and reference log-probabilities in the store: keys, columns, and the computation of missing ones.
 
-Every setting that changes a stored number is part of the key. Layer, heads, sink and order of normalisation are not, so
-one judge pass serves every study over them. Only the choice between head means and single heads is: single heads have a
-table of their own, because there are so many.
+Every setting that changes a stored number is part of the key. Layer, heads, sink and order of normalisation are not
+part of it, so one judge pass serves every study of them. The key does tell whether rows are means over heads or single
+heads: the rows of single heads have a separate table, because there are so many.
 """
 
 import time
@@ -41,9 +41,9 @@ REFUSED = "refused"
 REFERENCE_VERSION = "1"
 AT_ONCE = 4096  # pairs read from the store at once: all of a small set
 CHUNK_ROWS = 32768
-"""Maximum of pairs x rows in a chunk: with a thousand heads a chunk of pairs could fill the memory with rows."""
+"""Maximum number of rows in a chunk, over all pairs: with a thousand heads per pair they could fill the memory."""
 UNPACKED = 256
-"""Pairs whose columns are converted to tensors at once."""
+"""Number of pairs whose columns are converted to tensors at a time."""
 
 
 # --------------------------------------------------------------------------------------------- keys
@@ -54,9 +54,9 @@ def weights_key(
 ) -> dict[str, object]:
     """Returns the store key of captured weights, from the fingerprints of ``judge`` and ``prompts``.
 
-    The judge's fingerprint covers its weights, dtype and attention kernel family, so the model need not be loaded. The
-    fingerprint of the prompts covers tokenizer, chat template, judge template, assembly and length rules. A pair's text
-    is in its ``pair_id``.
+    The judge's fingerprint covers weights, dtype and attention kernel family; it is computed without loading the model.
+    The fingerprint of the prompts covers tokenizer, chat template, judge template, assembly and length rules. The text
+    of a pair is covered by its ``pair_id``.
     """
     return {"source": source.capture_fingerprint(), "judge": judge, "prompts": prompts, "code": CAPTURE_VERSION}
 
@@ -88,9 +88,9 @@ def reference_key(
 
 @dataclass(frozen=True)
 class UnreadablePair(PairWeights):
-    """Pair that cannot be shown to the judge: no rounds, only the reason.
+    """Pair that cannot be shown to the judge; it has a reason instead of rounds.
 
-    ``reason`` is worded for all such pairs, ``story`` is about this pair.
+    ``reason`` has the same wording for all such pairs; ``story`` describes this pair.
     """
 
     reason: str
@@ -100,7 +100,7 @@ class UnreadablePair(PairWeights):
 def prepare_pairs(
     pairs: Sequence[PreferencePair], show: Callable[[PreferencePair], _Shown]
 ) -> tuple[dict[str, _Shown], dict[str, UnreadablePair]]:
-    """Calls ``show`` on each pair and returns the results and the refused pairs (RefusedText), both by id."""
+    """Calls ``show`` on each pair; returns the results, and the pairs for which it raised RefusedText, both by id."""
     shown: dict[str, _Shown] = {}
     refused: dict[str, UnreadablePair] = {}
     for pair in pairs:
@@ -114,11 +114,11 @@ def prepare_pairs(
 def store_captured(
     table: StoreTable, captured: Sequence[PairWeights], layers: Sequence[StoredRow], seconds: float | None = None
 ) -> None:
-    """Appends the rows of ``layers`` (in the order of the weight rows), their tokens, and the verdicts.
+    """Appends captured pairs to ``table``: the rows of ``layers`` (in the order of the weight rows), tokens, verdicts.
 
     A column concatenates the rounds, each with the chosen and then the rejected response. Rows are float32 or narrower.
-    A pair without rounds, which the source could not read, is stored with its reason in a column of its own.
-    ``seconds``: how long capturing took.
+    A pair that the source could not read has no rounds; its reason is stored in a separate column. ``seconds``:
+    duration of the capture.
     """
     rows = {}
     for pair in captured:
@@ -138,7 +138,7 @@ def store_captured(
 
 
 def load_captured(table: StoreTable, pair_ids: Sequence[str], layers: Sequence[StoredRow]) -> dict[str, PairWeights]:
-    """Returns the stored pairs with the rows of ``layers`` in that order, and with their verdicts if they were read.
+    """Returns the stored pairs with the rows of ``layers``, in that order, and with verdicts where these were read.
 
     Pairs that could not be shown to the judge are ``UnreadablePair``. UserError if a pair or a layer is missing.
     """
@@ -179,7 +179,7 @@ class CapturedRows(Mapping[str, PairWeights]):
 
 
 def unreadable_pairs(table: StoreTable, pair_ids: Sequence[str]) -> dict[str, UnreadablePair]:
-    """Returns the stored pairs among ``pair_ids`` that the judge cannot be shown, in order, with the reason.
+    """Returns the stored pairs among ``pair_ids`` that cannot be shown to the judge, in order, with the reason.
 
     Pairs that are not stored (yet) are ignored.
     """
@@ -192,18 +192,19 @@ def unreadable_pairs(table: StoreTable, pair_ids: Sequence[str]) -> dict[str, Un
 
 
 def estimate_bytes(tokens: int, rows: int) -> int:
-    """Returns an upper bound of the disk space of rows on ``tokens`` source tokens (summed over rounds and sides).
+    """Returns an upper bound on the disk space, in bytes, of ``tokens`` source tokens (summed over rounds and sides).
 
-    4 bytes per row (a layer, or one head of a layer) and 12 for a token's id and character range, before compression.
+    Each token takes 4 bytes per row (a layer, or one head of a layer) and 12 bytes for id and character range, before
+    compression.
     """
     return tokens * (4 * rows + 12)
 
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """Report of ``ensure_captured``: pairs found, pairs computed, seconds, and why nothing was found.
+    """Report of ``ensure_captured``: pairs found, pairs computed, seconds, and the reason if no pair was found.
 
-    ``difference`` names the first key part that differs from the most similar stored table; None if some pairs were
+    ``difference``: the first part of the key in which the most similar stored table differs; None if some pairs were
     found.
     """
 
@@ -229,10 +230,10 @@ def ensure_captured(
     """Returns captured weights by pair id, computing those that are not in the store.
 
     Missing pairs are captured ``chunk_pairs`` at a time (fewer if they have very many rows) and stored chunk by chunk,
-    so an interrupted run continues where it stopped. Pairs that the judge cannot be shown are stored as
+    so an interrupted run continues where it stopped. Pairs that cannot be shown to the judge are stored as
     ``UnreadablePair``. ``load`` returns the loaded model and is called only if something is missing. ``load_layers``
-    are the rows to return, by default all of ``layers``. ``verdicts``: pairs stored without verdicts count as missing.
-    ``progress`` is called with (pairs done, total pairs) after each chunk.
+    are the rows to return, by default all of ``layers``. With ``verdicts``, pairs stored without verdicts count as
+    missing. ``progress`` is called with (pairs done, total pairs) after each chunk.
     """
     begin = time.perf_counter()
     table = store.table(WEIGHTS, key)
@@ -283,7 +284,7 @@ def _capture_missing(
 def _group_by_missing_layers(
     table: StoreTable, pair_ids: Sequence[str], layers: tuple[StoredRow, ...]
 ) -> list[tuple[list[str], tuple[StoredRow, ...]]]:
-    """Groups the pair ids by the layers that are missing, so that no stored layer is computed again."""
+    """Groups the pair ids by the layers that they lack, so that no stored layer is computed again."""
     present = table.columns_present(pair_ids)
     groups: dict[tuple[StoredRow, ...], list[str]] = {}
     for pair_id in pair_ids:
@@ -308,8 +309,8 @@ def load_logps(
 ) -> dict[str, LogpPair]:
     """Returns the stored log-probabilities (chosen, rejected) of each pair id.
 
-    UserError if a pair is missing, or if a row does not have the length given by ``lengths`` (response tokens of both
-    sides).
+    UserError if a pair is missing, or if a row does not have the length given by ``lengths`` (number of response tokens
+    of each side).
     """
     logps = {}
     for pair_id, row in table.read(pair_ids, list(SIDES)).items():
@@ -345,7 +346,7 @@ def pack_tokens(pair: PairWeights, parts: Sequence[TokenWeights]) -> dict[str, C
 
 
 def pack_verdicts(pair: PairWeights) -> dict[str, Cell] | None:
-    """Returns the verdicts; None if one was not read."""
+    """Packs the verdicts of a pair's rounds into columns; returns None if any of them was not read."""
     logits = [item.verdict_logits for item in pair.rounds if item.verdict_logits is not None]
     if len(logits) < len(pair.rounds):
         return None
@@ -355,7 +356,7 @@ def pack_verdicts(pair: PairWeights) -> dict[str, Cell] | None:
 
 
 def pack_traces(pair: PairWeights) -> dict[str, Cell] | None:
-    """Returns the lengths of the traces; None if there are none."""
+    """Packs the lengths of a pair's traces into columns; returns None unless every round has a trace."""
     traces = [item.trace for item in pair.rounds if item.trace is not None]
     if not traces or len(traces) < len(pair.rounds):
         return None
@@ -368,7 +369,7 @@ def pack_traces(pair: PairWeights) -> dict[str, Cell] | None:
 def unpack_pairs(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[StoredRow]) -> dict[str, PairWeights]:
     """Rebuilds pairs from stored columns, given by pair id: tokens, ``layers``, and verdicts and traces if present.
 
-    The tensors are views of shared ones. UserError if columns do not belong together.
+    The tensors are views of shared tensors. UserError if columns do not belong together.
     """
     if not stored:
         return {}

@@ -1,9 +1,9 @@
 """Faithfulness of token weights without ground truth: how far the verdict drops without the top-weighted tokens.
 
 The top-weighted share of both responses' tokens is removed from the text (or is all that remains). The run's own prompt
-builder then builds the judge prompt again, so that chat frame and both orders are the same, and the verdict's log-odds
-are read. The same is done with equally many random tokens at similar positions. Only the difference counts, since any
-removal damages a response.
+builder then builds the judge prompt again, so that chat format and both orders are the same, and the verdict's log-odds
+are read. The same is done with equally many random tokens at similar positions. Only the difference between the two
+counts, since any removal damages a response.
 """
 
 import math
@@ -35,7 +35,7 @@ Array = Float[np.ndarray, "pairs"]
 
 
 class RemovalMode(Enum):
-    """REMOVE: all but the selected tokens stay (comprehensiveness). KEEP: only they stay (sufficiency)."""
+    """REMOVE removes the selected tokens (comprehensiveness). KEEP removes all other tokens (sufficiency)."""
 
     REMOVE = "remove"
     KEEP = "keep"
@@ -43,12 +43,13 @@ class RemovalMode(Enum):
 
 @dataclass(frozen=True)
 class RemovalSettings:
-    """Settings of the removal: which shares of tokens, and the random removals they are compared with.
+    """Settings of the removal: the shares of tokens to remove or keep, and the random removals for comparison.
 
     ``shares`` of a response's tokens are rounded to whole tokens, at least one. ``draws`` random removals per share are
     averaged. Draws are keyed by (seed, pair id, side, draw), so two weightings that select from the same positions are
-    compared with the same draws. Each draw is read in one order only, alternating over draws. With an even number of
-    draws the judge's position bias cancels within each pair; with an odd number it cancels only over pairs.
+    compared with the same draws. The judge reads each draw in only one order of the answers, which alternates over
+    draws. With an even number of draws the judge's position bias cancels within each pair; with an odd number it
+    cancels only over pairs.
     """
 
     shares: tuple[float, ...] = (0.1, 0.2, 0.4)
@@ -60,14 +61,14 @@ class RemovalSettings:
         if not self.shares or not all(0 < share < 1 for share in self.shares):
             raise UserError(f"shares: expected shares of a response's tokens between 0 and 1, got {self.shares}")
         if self.draws < 1:
-            raise UserError(f"draws: expected at least 1 random removal as comparison, got {self.draws}")
+            raise UserError(f"draws: expected at least 1 random removal for comparison, got {self.draws}")
         if not self.modes:
             raise UserError("modes: expected remove, keep, or both")
 
 
 @dataclass(frozen=True)
 class TokenRanking:
-    """Tokens of one response that hold characters: their character ranges and weights."""
+    """Character ranges and weights of those tokens of one response that contain characters."""
 
     offsets: tuple[Range, ...]
     weights: tuple[float, ...]
@@ -78,7 +79,7 @@ Rankings = Mapping[str, Mapping[str, TokenRanking]]  # by pair id, then side
 
 @dataclass(frozen=True)
 class RemovalLogOdds:
-    """Log-odds of every pair with the top-weighted tokens removed (or only these kept), and with random tokens."""
+    """Log-odds of every pair after removing (or keeping only) its top-weighted tokens, and random tokens instead."""
 
     top: Array
     random: Array
@@ -100,7 +101,7 @@ class RemovalResult:
     prompts: int
 
     def log_odds_drop(self, name: str, share: float) -> Array:
-        """Returns the drop of the log-odds without the top-weighted tokens."""
+        """Returns by how much the log-odds drop when the top-weighted tokens are removed or are all that remains."""
         return np.asarray(self.full - self.changes[name][RemovalMode.REMOVE, share].top)
 
     def advantage_over_random(self, name: str, mode: RemovalMode, share: float) -> Array:
@@ -116,7 +117,7 @@ class RemovalResult:
     def mean_advantages(self, name: str) -> Array:
         """Returns each pair's advantage over random removal, averaged over shares.
 
-        Its mean over pairs selects a layer.
+        The mean of these values over all pairs is used to select a layer.
         """
         shares = [share for mode, share in self.changes[name] if mode is RemovalMode.REMOVE]
         return np.asarray(
@@ -145,7 +146,7 @@ def rank_tokens(source: WeightSource, captured: Mapping[str, PairWeights], layer
 
 
 def make_ranking(offsets: Sequence[Sequence[int]], weights: Sequence[float]) -> TokenRanking:
-    """Returns the tokens that hold characters; other tokens cannot be removed from a text."""
+    """Makes the ranking of a response from its tokens that contain characters; other tokens cannot be removed."""
     whole = [((start, end), weight) for (start, end), weight in zip(offsets, weights, strict=True) if end > start]
     return TokenRanking(tuple(place for place, _ in whole), tuple(float(weight) for _, weight in whole))
 
@@ -181,11 +182,11 @@ def draw_matched_tokens(chosen: set[int], tokens: int, draw: Random) -> set[int]
 
 
 def remaining_text(text: str, offsets: Sequence[Range], kept: set[int]) -> str:
-    """Returns ``text`` reduced to the characters of the ``kept`` tokens and the blanks between kept neighbours.
+    """Returns ``text`` reduced to the characters of the ``kept`` tokens and the whitespace between kept neighbours.
 
-    A gap is closed by one run of blanks if it had any: the run before or after it if that contains a line break, else a
-    single space. Words thus neither merge nor drift apart. Characters that a removed token shares with its neighbour
-    are removed, as are blanks at both ends and characters that belong to no token.
+    A gap that contained whitespace becomes a single space, or the run of whitespace at its start or end if that
+    contains a line break. Words thus neither merge nor drift apart. Characters that a removed token shares with its
+    neighbour are removed, as are whitespace at both ends and characters that belong to no token.
     """
     pieces: list[Range] = []
     last = -1
@@ -202,19 +203,19 @@ def remaining_text(text: str, offsets: Sequence[Range], kept: set[int]) -> str:
         else:
             pieces.append((start, end))
         last = place
-    visible = [(start, end) for start, end in (_trim_blanks(text, piece) for piece in pieces) if end > start]
-    seams = [_joining_blanks(text[left[1] : right[0]]) for left, right in pairwise(visible)]
+    visible = [(start, end) for start, end in (_trim_whitespace(text, piece) for piece in pieces) if end > start]
+    seams = [_joining_whitespace(text[left[1] : right[0]]) for left, right in pairwise(visible)]
     return "".join(text[start:end] + seam for (start, end), seam in zip(visible, [*seams, ""], strict=False))
 
 
-def _trim_blanks(text: str, piece: Range) -> Range:
-    """Returns the range without blanks at its ends."""
+def _trim_whitespace(text: str, piece: Range) -> Range:
+    """Returns the range without whitespace at its ends."""
     inner = text[piece[0] : piece[1]]
     return piece[0] + len(inner) - len(inner.lstrip()), piece[1] - len(inner) + len(inner.rstrip())
 
 
-def _joining_blanks(stretch: str) -> str:
-    """Returns the blanks that replace a removed stretch."""
+def _joining_whitespace(stretch: str) -> str:
+    """Returns the whitespace that replaces a removed stretch."""
     if not any(letter.isspace() for letter in stretch):
         return ""
     runs = stretch[: len(stretch) - len(stretch.lstrip())], stretch[len(stretch.rstrip()) :]
@@ -235,11 +236,11 @@ def measure_token_removal(
     removal: RemovalSettings,
     progress: Callable[[int, int], None] | None = None,
 ) -> RemovalResult:
-    """Measures the verdicts' log-odds with and without the tokens that each of ``sources`` weighs most.
+    """Measures the verdicts' log-odds with and without the tokens to which each of ``sources`` gives the most weight.
 
-    Pairs without a ranking in every source are left out, and so are pairs whose shortened text the judge cannot be
-    shown. Each distinct prompt is read once, verdict only. ``progress`` is called with (prompts read, total prompts).
-    UserError if no pair is left.
+    Pairs without a ranking from every source are left out, and so are pairs whose shortened responses cannot be shown
+    to the judge. Each distinct prompt is read once, for its verdict only. ``progress`` is called with (prompts read,
+    total prompts). UserError if no pair is left.
     """
     usable = [pair for pair in pairs if all(pair.pair_id in found for found in sources.values())]
     asked: dict[Asked, int] = {}
@@ -309,7 +310,7 @@ def _shortened_prompts(
     mode: RemovalMode,
     share: float,
 ) -> tuple[list[Asked], list[Asked]]:
-    """Returns a pair's prompts without the top tokens, and its prompts without random ones, in alternating order."""
+    """Returns a pair's prompts without the top tokens (in both orders) and without random tokens (one order each)."""
     key = f"{removal.seed}/{pair.pair_id}"
     picked = {side: _pick_top_tokens(rows[side], share, f"{key}/{side}/ties") for side in SIDES}
     chosen, rejected = (_shorten_response(pair.response(side), rows[side], picked[side], mode) for side in SIDES)
@@ -341,7 +342,7 @@ def _read_margins(
     prompts: PromptBuilder,
     progress: Callable[[int, int], None] | None,
 ) -> Float[np.ndarray, " prompts"]:
-    """Returns the log-odds of the chosen answer's label for each prompt; NaN if its text cannot be shown."""
+    """Returns the log-odds of the chosen answer's label for each prompt; NaN for a prompt that cannot be built."""
     margins = np.full(len(asked), np.nan)
     rest, done = iter(enumerate(asked)), 0
     while batch := list(islice(rest, _AT_ONCE)):
@@ -363,7 +364,7 @@ def _read_margins(
 def _build_prompts(
     pairs: Sequence[PreferencePair], asked: Sequence[tuple[int, Asked]], prompts: PromptBuilder
 ) -> Iterator[tuple[int, JudgePrompt]]:
-    """Yields the prompts of the texts that can be shown, with their numbers."""
+    """Yields (index, prompt) for each item of ``asked`` that can be shown to the judge."""
     last, rounds = None, None
     for number, (place, chosen, rejected, order) in asked:
         if (place, chosen, rejected) != last:
@@ -379,6 +380,6 @@ def _build_prompts(
 
 
 def faithfulness_score(values: Mapping[str, Any]) -> float:
-    """Returns faithfulness as one number for ``weights.layer=auto``: the mean under removal over pairs and shares."""
+    """Returns the score that ``weights.layer=auto`` compares: mean faithfulness under removal over pairs and shares."""
     means = [sum(row) / len(row) for row in values["remove"].values()]
     return float(sum(means) / len(means))

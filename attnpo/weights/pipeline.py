@@ -1,11 +1,11 @@
-"""From stored rows to weights on the training tokens: select, post-process, transform, align, end of turn.
+"""Turns stored rows into weights on the training tokens: select, post-process, transform, align, weigh end of turn.
 
 Weights are not rescaled after alignment. Weight on source tokens without a partner among the training tokens (cut
 differently by the two tokenizers, or truncated) is lost and shows up as coverage (paper appendix on token matching).
 
-A reasoning trace that is weighed separately gets its share of the tokens as mass, and the source's weights apply to the
-answer. For a response with t tokens of trace and n tokens of answer, each trace token gets 1 / (t + n), and the answer
-gets n / (t + n), split by its own distribution. Uniform weights stay uniform.
+A reasoning trace that is weighed separately gets mass in proportion to its number of tokens; the source weighs only the
+answer. If a response has t trace tokens and n answer tokens, each trace token gets 1 / (t + n), and the answer gets n /
+(t + n), distributed by the source. Uniform weights stay uniform.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ from attnpo.weights.postprocess import (
 from attnpo.weights.transforms import WeightRow, WeightTransform, takes_factors
 
 CHUNK = 256
-"""Pairs whose weights are computed at once: their arrays fit into a CPU cache."""
+"""Number of pairs whose weights are computed together, so that the arrays fit into a CPU cache."""
 _T = TypeVar("_T")
 
 # Options of the group `transform` that also work on factors.
@@ -59,11 +59,12 @@ class TrainingWeights:
 
     ``lengths``: |y|, the number of source tokens. ``coverage``: share of the training tokens with characters that got a
     partner (for a partial source: a partner with a weight); tokens of a separately weighed trace do not count.
-    ``content``: number of these tokens; ``unmatched``: number of those without a partner. ``source_coverage``,
-    ``kept_mass``: shares of the source's tokens and of their absolute weights, after transforms, that reached training
-    tokens (``weights.arrival``); a separately weighed trace does not count. ``realigned``: responses whose judge rounds
-    were cut into different tokens, so that one was aligned to the other. ``flat``: sides whose raw weights were all 0
-    and became uniform. ``factors``: the weights are factors and used as they are; otherwise they are a distribution.
+    ``content``: number of training tokens that ``coverage`` counts; ``unmatched``: number of these without a partner.
+    ``source_coverage``, ``kept_mass``: shares of the source's tokens and of their absolute weights, after transforms,
+    that reached training tokens (``weights.arrival``); a separately weighed trace does not count. ``realigned``: number
+    of responses that the judge rounds split into different tokens, so that one round was aligned with the other.
+    ``flat``: sides whose raw weights were all 0 and became uniform. ``factors``: whether the weights are factors, which
+    are used unchanged, or a distribution.
     """
 
     chosen: Float[Tensor, " m"]
@@ -83,10 +84,10 @@ class TrainingWeights:
 class SourceWeights:
     """Weights of one response, combined and post-processed, still on the source's tokens.
 
-    ``row`` holds these tokens and the stored numbers; ``realigned``: a round had different tokens. ``flat``: a raw row
-    was all 0 and became uniform. ``said``: tokens that a partial source gave a weight; None for sources that weigh
-    every token. ``open``: tokens that transforms may change; None for all. ``begins``: first character that the source
-    weighs; above 0 after a separately weighed trace.
+    ``row``: these tokens with the stored weights. ``realigned``: whether a round had different tokens. ``flat``:
+    whether a raw row was all 0 and became uniform. ``said``: mask of the tokens to which a partial source gave a
+    weight; None for sources that weigh every token. ``open``: mask of the tokens that transforms may change; None for
+    all. ``begins``: index of the first character that the source weighs, above 0 after a separately weighed trace.
     """
 
     row: TokenWeights
@@ -104,7 +105,7 @@ class SourceWeights:
 
 
 class PairToWeigh(NamedTuple):
-    """Captured rows of a pair (None if its source captures nothing), its training ids by side, and the pair itself."""
+    """Pair with its captured rows (None if the source captures nothing) and its training ids by side."""
 
     captured: PairWeights | None
     encoded: Mapping[str, EncodedResponse]
@@ -158,7 +159,7 @@ def weigh_pairs(
     *,
     layers: tuple[StoredRow, ...] = (),
 ) -> Iterator[TrainingWeights]:
-    """Yields ``training_weights`` of many pairs in order, batched, with bit-identical results."""
+    """Yields the ``training_weights`` of many pairs in order; computed in batches, with bit-identical results."""
     _check_postprocess(source)
     for chunk in _split_into_chunks(pairs):
         done, problem = _collect_until_error(
@@ -199,7 +200,7 @@ def _split_into_chunks(pairs: Iterable[PairToWeigh]) -> Iterator[list[PairToWeig
 
 
 def _collect_until_error(items: Iterable[_T]) -> tuple[list[_T], Exception | None]:
-    """Collects the items up to the first exception; returns both, so that the items are used before it is raised."""
+    """Collects the items up to the first exception; returns both, so that the caller can use the items, then raise."""
     done: list[_T] = []
     try:
         for item in items:
@@ -233,7 +234,7 @@ def compute_source_weights(
 def iterate_source_weights(
     source: WeightSource, pairs: Iterable[PairToWeigh], layers: tuple[StoredRow, ...] = ()
 ) -> Iterator[dict[str, SourceWeights]]:
-    """Yields ``compute_source_weights`` of many pairs in order, batched, with bit-identical results."""
+    """Yields the ``compute_source_weights`` of many pairs in order; computed in batches, with bit-identical results."""
     _check_postprocess(source)
     for chunk in _split_into_chunks(pairs):
         yield from _chunk_source_weights(source, chunk, layers)
@@ -254,7 +255,7 @@ def _chunk_source_weights(
 def _postprocess_chunk(
     source: WeightSource, chunk: Sequence[PairToWeigh], selected: Sequence[PairWeights | None]
 ) -> list[SourceWeights | None]:
-    """Combines plain rounds of distributions; returns both responses of each pair, chosen first, None for others."""
+    """Postprocesses a chunk; returns each pair's responses, chosen first, or None for one that is not batched."""
     rule, partial = source.postprocess, source.partial
     if type(rule) is not Postprocess or source.kind is not Kind.DISTRIBUTION:
         return [None] * (2 * len(selected))
@@ -274,14 +275,14 @@ def _postprocess_chunk(
 
 
 def _weighted_tokens(source: WeightSource, rounds: Sequence[TokenWeights]) -> Bool[Tensor, " n"] | None:
-    """Returns a mask of the tokens that a partial source gave a weight in any round."""
+    """Returns a mask of the tokens to which a partial source gave a weight in any round."""
     return torch.cat([row.weights for row in rounds]).ne(0).any(dim=0) if source.partial else None
 
 
 def _align_chunk(
     source: WeightSource, chunk: Sequence[PairToWeigh], done: Sequence[Mapping[str, SourceWeights]], method: AlignMethod
 ) -> list[AlignedResponse | None]:
-    """Returns both responses of each pair, chosen first, if both sides begin with equal tokens; None for others."""
+    """Aligns a chunk; returns each pair's responses, chosen first, or None for one that is not batched."""
     found: list[AlignedResponse | None] = [None] * (2 * len(done))
     if source.tokens == "train":
         return found
@@ -322,7 +323,9 @@ def _selected_source_weights(
         where = f"pair {asked.pair_id if captured is None else captured.pair_id}, {side}"
         rows = _raw_rows(source, captured, asked, side, None if both is None else both[side])
         if not rows:
-            raise UserError(f"{where}: expected at least one round of captured weights, got none; capture it again")
+            raise UserError(
+                f"{where}: expected at least one round of captured weights, got none; run attnpo.weigh again"
+            )
         rows, realigned = _align_rounds(rows)
         begins = 0 if pair is None else weighted_start(pair, side)
         rows, trace = prepend_trace_rows(source, rows, encoded[side], begins)
@@ -384,7 +387,7 @@ def apply_transform(
 
 
 def _apply_to_row(transform: WeightTransform, row: WeightRow) -> Float[Tensor, " n"]:
-    """Returns the transformed weights of a row in their own dtype. UserError naming the pair."""
+    """Returns ``row``'s transformed weights in their old dtype; UserError naming the pair for invalid ones."""
     weights, where = transform(row), f"pair {row.pair_id}, {row.side}, after {type(transform).__name__}"
     if weights.shape != row.weights.shape:
         raise UserError(f"{where}: expected {row.weights.numel()} weights, got the shape {tuple(weights.shape)}")
@@ -414,7 +417,7 @@ def transform_batch(
 def fit_transforms_in_order(
     transforms: Sequence[WeightTransform], finished: Mapping[str, Mapping[str, SourceWeights]]
 ) -> tuple[WeightTransform, ...]:
-    """Fits each transform on the training rows (by pair id) as transformed by the ones before it."""
+    """Fits each transform on the training rows (by pair id) after applying the transforms before it."""
     done: list[WeightTransform] = []
     pending: Mapping[str, Mapping[str, SourceWeights]] = finished
     for place, transform in enumerate(transforms):
@@ -430,9 +433,9 @@ def fit_transforms_in_order(
 def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None:
     """Rejects transforms that are undefined for a source's weights.
 
-    Transforms that read weights as shares of a whole are rejected for factors and signed rows. For an online source,
-    whose weights do not exist before training, these and the fitted ones are rejected; for an online source of pair
-    weights, all of them.
+    Transforms that treat weights as shares of a whole are rejected for factors and signed rows. The weights of an
+    online source do not exist before training, so fitted transforms are rejected for it as well. An online source that
+    weighs whole pairs accepts no transforms.
     """
     if not transforms:
         return
@@ -523,7 +526,7 @@ def _combine_rounds(
 
 
 def _align_rounds(rows: list[TokenWeights]) -> tuple[list[TokenWeights], bool]:
-    """Aligns all rounds to the tokens of the first by characters; returns them and whether any had other tokens."""
+    """Aligns all rounds by characters with the first; returns them and whether any had other tokens than the first."""
     base, same = rows[0], [rows[0]]
     realigned = False
     for row in rows[1:]:
@@ -541,12 +544,12 @@ def _align_row(
     target_offsets: Ranges,
     method: AlignMethod,
 ) -> AlignedWeights:
-    """Returns ``weights``, which stand on the tokens of ``source``, on the target's."""
+    """Aligns ``weights``, which belong to the tokens of ``source``, with the target tokens."""
     return align(source.token_ids, source.offsets, weights, target_ids, target_offsets, method)
 
 
 def _check_same_ids(source: TokenWeights, encoded: EncodedResponse, where: str) -> None:
-    """Raises UserError unless the training ids equal the source's, or a prefix of them if truncated."""
+    """Raises UserError unless the training ids equal the source's ids, or the beginning of these if truncated."""
     count = len(encoded.response_ids)
     if source.token_ids[:count].tolist() != list(encoded.response_ids):
         raise UserError(
@@ -563,7 +566,7 @@ def check_trace_weighting(source: WeightSource) -> None:
         raise UserError(
             "data.columns.traces=weigh_apart splits the mass of a distribution between a reasoning trace and its "
             f"answer, but {type(source).__name__} {what}: set data.columns.traces=keep or strip, or use a source of "
-            "distributions, such as weights=attention"
+            "distributions, e.g. weights=attention"
         )
 
 
@@ -572,8 +575,8 @@ def prepend_trace_rows(
 ) -> tuple[list[TokenWeights], int]:
     """Returns the rounds of one response on the tokens of trace and answer, and the number of trace tokens.
 
-    ``begins``: the answer's first character; 0 if there is no separately weighed trace. A judge reads only the answer,
-    so the trace's training tokens (those with characters) are prepended with weight 0.
+    ``begins``: index of the answer's first character; 0 if there is no separately weighed trace. A judge reads only the
+    answer, so the trace's training tokens (those with characters) are prepended with weight 0.
     """
     if not begins:
         return list(rows), 0
@@ -600,6 +603,6 @@ def _prepend_row(row: TokenWeights, encoded: EncodedResponse, begins: int) -> To
 
 
 def join_trace_and_answer(answer: Float[Tensor, " n"], trace: int) -> Float[Tensor, " m"]:
-    """Joins a trace and its answer into one distribution with sum 1: trace tokens get the mean, the answer the rest."""
+    """Joins trace and answer into a distribution (sum 1): a trace token gets the mean weight, the answer the rest."""
     tokens = max(1, trace + answer.numel())
     return torch.cat([answer.new_full((trace,), 1 / tokens), normalize(answer) * (answer.numel() / tokens)])

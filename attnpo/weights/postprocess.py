@@ -42,7 +42,7 @@ def normalize(weights: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def is_flat(row: Float[Tensor, " n"]) -> bool:
-    """Tells whether a raw row has no mass on the response (or underflowed to 0); such a row becomes uniform."""
+    """Tells whether a raw row becomes uniform because it has no mass on the response (or its mass underflowed to 0)."""
     return float(row.sum()) == 0
 
 
@@ -59,10 +59,11 @@ def combine_rounds(rounds: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> 
 
 
 def fix_sink(weights: Float[Tensor, " n"], first: int = 1, min_length: int = 5) -> Float[Tensor, " n"]:
-    """Sets the first ``first`` weights to the mean and rescales the others; the total is kept.
+    """Sets each of the first ``first`` weights to the mean weight and rescales the others so that the total is kept.
 
-    Rows shorter than ``min_length`` stay as they are (the paper: K = 1, K' = 5). Differs from the authors' code if the
-    other weights are all 0: here they share the remaining mass equally, there it divides by zero.
+    The mean weight is total / |y|, that is, 1/|y| for a distribution. Rows shorter than ``min_length`` are not changed
+    (the paper has K = 1, K' = 5). Differs from the authors' code if the other weights are all 0: here they share the
+    remaining mass equally, there it divides by zero.
     """
     count = weights.numel()
     if first <= 0 or count < min_length:
@@ -79,7 +80,8 @@ def fix_sink(weights: Float[Tensor, " n"], first: int = 1, min_length: int = 5) 
 class Postprocess:
     """Rules that turn the raw rows of a response into its distribution.
 
-    ``sink_tokens`` (K) 0 keeps the sink; ``sink_min_length`` is K'. ``end_token`` is applied after alignment.
+    ``sink_tokens`` is K, and 0 leaves the sink unchanged; ``sink_min_length`` is K'. ``end_token`` is applied after
+    alignment.
     """
 
     round_order: RoundOrder = RoundOrder.MEAN_THEN_NORMALIZE
@@ -94,7 +96,7 @@ class Postprocess:
     def __call__(self, rows: Sequence[Float[Tensor, " n"]], where: str = "weights") -> Float[Tensor, " n"]:
         """Returns the distribution (sum 1) of one response from its raw rows, one per round.
 
-        ``where`` opens the error message, e.g. "pair 3f2a, chosen". UserError if there are no rows or no tokens, or if
+        ``where`` begins the error message, e.g. "pair 3f2a, chosen". UserError if there are no rows or no tokens, or if
         a weight is negative or not finite.
         """
         if not rows or rows[0].numel() == 0:
@@ -104,14 +106,14 @@ class Postprocess:
             least = float(row.min())
             if least < 0:
                 raise UserError(f"{where}: expected weights of at least 0, got {least:g}; signed rows cannot "
-                                "become a distribution, use them with weights.postprocess=null")  # fmt: skip
+                                "become a distribution: set weights.postprocess=null")  # fmt: skip
         return fix_sink(combine_rounds(rows, self.round_order), self.sink_tokens, self.sink_min_length)
 
 
 def has_flat_rounds(rows: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> bool:
-    """Tells whether ``combine`` replaces rows without mass by uniform weights.
+    """Tells whether ``combine_rounds`` replaces rows without mass by uniform weights.
 
-    Under ``mean_then_normalize`` this happens only if all rounds are flat; under ``normalize_then_mean`` one flat round
+    With ``mean_then_normalize`` this happens only if all rounds are flat; with ``normalize_then_mean`` one flat round
     is enough.
     """
     flat = [is_flat(row) for row in rows]
@@ -137,7 +139,7 @@ def check_is_distribution(kind: Kind, signed: bool) -> None:
         what = "signed weights" if signed else f"weights of kind {kind.value}"
         raise UserError(
             f"weights.postprocess: expected a source of non-negative distributions, got {what}; averaging, "
-            "normalising and the sink rule would change their meaning: set weights.postprocess=null"
+            "normalising and the sink rule would change what its weights mean: set weights.postprocess=null"
         )
 
 

@@ -1,4 +1,4 @@
-"""Weight readers other than the judge: verbalizer and reward model. Described cheaply, loaded only when needed."""
+"""Weight readers other than the judge: verbalizer and reward model. Their models are loaded only when needed."""
 
 import logging
 import time
@@ -37,12 +37,12 @@ from attnpo.weights.verbalizer_settings import ScoreQuestions, Verbalizer
 
 @dataclass(frozen=True)
 class VerbalizerStatistics:
-    """Statistics of the answers about the responses of ``pairs`` pairs.
+    """Statistics of a verbalizer's answers about the responses of ``pairs`` pairs.
 
     ``parsed``: answers with at least one usable part, out of ``answers``. ``parts``: total number of usable parts.
     ``coverage``: mean share of a response's tokens with a score. ``problems``: number of unusable parts and answers by
     reason. ``unasked``: pairs that the model could not be asked about. ``lost``: answers whose text is no longer in the
-    store (their rows are).
+    store, although the rows made from them are.
     """
 
     pairs: int
@@ -103,17 +103,17 @@ ANSWER = "answer"
 # Increase by hand with every code change that changes an answer.
 ANSWERS_VERSION = "1"
 BATCHES_AT_ONCE = 4
-"""Batches of answers that are stored at once."""
+"""Number of batches of answers that are stored together."""
 
 
 class RunVerbalizer(WeightReader):
-    """Verbalizer of a run: described cheaply, loaded only if an answer is missing.
+    """Verbalizer of a run, whose model is loaded only if an answer is missing.
 
     Args:
         verbalizer: the settings.
         model: the run's model, which answers unless ``verbalizer.path`` names another.
         chat: the run's chat format. The tokens always use it; the prompts use it unless another model is named.
-        store: holds the answers.
+        store: store for the answers.
     """
 
     name, done = "verbalizer", "scored in words"
@@ -134,7 +134,7 @@ class RunVerbalizer(WeightReader):
         self._store = store
 
     def _max_prompt_tokens(self) -> int | None:
-        """Returns the maximum number of prompt tokens; UserError if the answer takes all positions."""
+        """Returns the maximum number of prompt tokens; UserError if an answer may take all positions."""
         limit = max_sequence_length(self.path, self.revision, "verbalizer.max_length", self.settings.max_length)
         new = self.settings.sampling.max_new_tokens
         if limit is not None and limit <= new:
@@ -161,7 +161,7 @@ class RunVerbalizer(WeightReader):
         return self._store.table(ANSWERS, self.fingerprint())
 
     def load(self, device: torch.device) -> LoadedVerbalizer:
-        """Returns generator, questions and decoding settings for capturing.
+        """Returns the generator, the questions and the decoding settings that capturing needs.
 
         The model is loaded when the first missing answer is requested.
         """
@@ -177,17 +177,17 @@ class RunVerbalizer(WeightReader):
         return make_chat_generator(model, self.chat, self.settings.batch_size, self.settings.token_budget)
 
     def describe_pass(self, rows: str) -> str:
-        """Describes a pass for the log."""
+        """Describes for the log what a pass does."""
         return f"verbalizer pass: {self.path} scores the parts of both responses"
 
     def prompts_fingerprint(self) -> Mapping[str, object]:
-        """Returns every setting of questions and tokens that changes a number."""
+        """Returns every setting of the questions and of the tokens that changes a stored number."""
         return self.questions.fingerprint()
 
-    def measure_answers(
+    def compute_answer_statistics(
         self, pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights]
     ) -> VerbalizerStatistics:
-        """Computes statistics of the stored answers about ``pairs``."""
+        """Computes the statistics of the stored answers about ``pairs``."""
         asked = {
             (pair.pair_id, side): answer_key(self.questions.messages(pair, side))
             for pair in pairs
@@ -210,7 +210,7 @@ def load_answers(table: StoreTable, keys: Sequence[str]) -> dict[str, str]:
 
 
 class CachedGenerator:
-    """Generator that caches its answers in a table and asks the generator of ``make`` only for missing ones.
+    """Generator that caches answers in a table and asks another generator, which ``make`` builds, for missing ones.
 
     Equal prompts get the same answer. ``make`` is called at most once. Answers are stored, and progress is logged,
     ``at_once`` answers at a time, so an interruption loses at most that many.
@@ -244,7 +244,7 @@ class CachedGenerator:
 
 
 class RunReward(AttentionReader):
-    """Reward model of a run: described cheaply, loaded at most once.
+    """Reward model of a run, which is loaded at most once.
 
     Args:
         source: the weights that name the model. UserError if they name none, or if its tokenizer has no character
@@ -281,15 +281,15 @@ class RunReward(AttentionReader):
         return Depth(num_layers(self.path, self.revision), found.layers)
 
     def describe_pass(self, rows: str) -> str:
-        """Describes a pass over ``rows`` for the log."""
-        return f"reward model: reading {rows} of {self.path} on both responses"
+        """Describes for the log what a pass over ``rows`` does."""
+        return f"reward model: reading {rows} of {self.path} for both responses"
 
     def prompts_fingerprint(self) -> Mapping[str, object]:
-        """Returns the fingerprint of the chat format of its conversations."""
+        """Returns the fingerprint of the chat format in which the model reads conversations."""
         return self.chat.fingerprint()
 
     def load(self, device: torch.device) -> LoadedReward:
-        """Loads the model onto ``device``; returns it with its chat format for capturing."""
+        """Loads the model onto ``device``; returns it with its chat format, for capturing."""
         model = load_model(self.path, dtype=self.settings.dtype, revision=self.revision, reward=True)
         model.to(device)  # type: ignore[arg-type]
         reader = RewardModel(model, token_budget=self.settings.token_budget, kernel=self.kernel)

@@ -1,7 +1,7 @@
 """Parser of verbalised importance: reads scored parts from an answer and locates them in the response.
 
 Handles free text only: no model, no tokens. The paper names the method (split the response into parts, score each from
-1 to 5) without wording or parser; both are ours.
+1 to 5) but gives neither a prompt nor a parser; both are ours.
 """
 
 import json
@@ -43,10 +43,10 @@ EMPTY_PART = "part without text"
 def parse_scores(answer: str, response: str) -> ParsedScores:
     """Parses the scored spans of ``response`` in ``answer``.
 
-    Accepts JSON objects, pairs and lists of them, nested at will (in a code fence, cut off at the end, with trailing
-    commas), and lines or table rows with a part and a score. If both can be read, the reading that covers more of the
-    response wins. A part may be quoted with different whitespace, quotation marks or case; a part that occurs several
-    times is matched to the first free occurrence after the previous part.
+    Accepts JSON objects, pairs and lists of them, nested to any depth (in a code fence, cut off at the end, with
+    trailing commas), and lines or table rows with a part and a score. If both can be read, the reading that covers more
+    of the response wins. A part may be quoted with different whitespace, quotation marks or case; a part that occurs
+    several times is matched to the first free occurrence after the previous part.
     """
     readings = [_parse_parts(parts, response) for parts in (_json_parts(answer), _line_parts(answer)) if parts]
     if not readings:
@@ -60,7 +60,7 @@ def _parse_parts(parts: Sequence[tuple[str, float | None]], response: str) -> Pa
 
 
 def _usable_parts(parts: Sequence[tuple[str, float | None]], problems: Counter[str]) -> Iterator[tuple[str, float]]:
-    """Yields the parts with a text and a score on the scale; counts the others in ``problems``."""
+    """Yields the parts that have text and a score on the scale; counts the others in ``problems``."""
     for text, score in parts:
         if not text.strip():
             problems[EMPTY_PART] += 1
@@ -122,7 +122,7 @@ def _decode_json(answer: str, start: int) -> tuple[object, int]:
 
 
 def _parts_in_value(value: object) -> Iterator[tuple[str, float | None]]:
-    """Yields the parts in a decoded value; an object is a tuple of its members."""
+    """Yields the parts in a decoded JSON value, in which objects are tuples of members."""
     if isinstance(value, tuple):
         yield from _parts_in_object(value)
     elif isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_scalar(value[1]):

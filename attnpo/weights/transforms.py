@@ -25,7 +25,7 @@ _Some = TypeVar("_Some")
 class WeightRow:
     """Post-processed weights of one response on its n source tokens; ``other``: number of tokens on the other side.
 
-    Factors have only the tokens that hold a character: the factor of the end of turn is never changed.
+    Factors have only the tokens that contain a character: the factor of the end of turn is never changed.
     """
 
     weights: Float[Tensor, " n"]
@@ -51,7 +51,7 @@ class WeightTransform(Protocol):
 
 
 class _StatelessTransform:
-    """Transform without fitted state; ``factors``: it does not read weights as shares, so it accepts factors too."""
+    """Transform without fitted state; ``factors``: whether it accepts factors, because it does not use shares."""
 
     needs_fit: ClassVar[bool] = False
     factors: ClassVar[bool] = False
@@ -203,7 +203,7 @@ class OneSide(_StatelessTransform):
 
 @dataclass(frozen=True)
 class TailCut(_StatelessTransform):
-    """Weights past the length of the shorter response times ``alpha``, not rescaled (LD-DPO; 0 cuts them off)."""
+    """Scales the weights past the shorter response's length by ``alpha``; no rescaling (LD-DPO; 0 cuts them off)."""
 
     alpha: float = 0.0
 
@@ -261,7 +261,7 @@ class CrossPair:
     needs_fit: ClassVar[bool] = True
 
     def fit(self, rows: Iterable[WeightRow]) -> "CrossPair":
-        """Returns a copy that holds the training rows of each side, ordered by pair id."""
+        """Returns a copy with the training rows of each side, ordered by pair id."""
         pool: defaultdict[str, list[tuple[str, Float[Tensor, " _"]]]] = defaultdict(list)
         for row in rows:
             if row.weights.numel():
@@ -357,9 +357,10 @@ class TokenProfile:
 class Branched:
     """Moves each weight to the nearby position where the answer was least determined: credits choice, not outcome.
 
-    A token's weight moves to one of its own position and the ``reach`` positions before it: the one whose token was
-    least predictable from the previous token, measured by entropy over the training responses (the nearest one in case
-    of ties). Positions after unseen tokens have entropy 0; they get weight only if all candidates have entropy 0.
+    Candidates are the token's own position and the ``reach`` positions before it. The weight moves to the candidate
+    whose token was least predictable from the previous token, measured by entropy over the training responses (with
+    ties, to the nearest one). Positions after unseen tokens have entropy 0; they get weight only if all candidates have
+    entropy 0.
     """
 
     reach: int = 4

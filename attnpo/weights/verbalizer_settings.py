@@ -53,7 +53,7 @@ class ScoreTemplate:
         )
 
     def messages(self, question: str, answer: str) -> list[Message]:
-        """Returns the chat prompt; both texts are inserted at once, so placeholders inside them stay as they are."""
+        """Returns the chat prompt; both texts are inserted in one pass, so placeholders inside them stay unchanged."""
         values = {"question": question, "answer": answer}
         user = re.sub(r"\{(question|answer)\}", lambda slot: values[slot[1]], self.user)
         turns = [] if self.system is None else [Message(role="system", content=self.system)]
@@ -133,7 +133,7 @@ class ScoreQuestions:
 
 @runtime_checkable
 class GeneratorMaker(Protocol):
-    """Makes a generator from a loaded model for answers other than free decoding."""
+    """Makes a generator from a loaded model, for answers that are not decoded freely."""
 
     def fingerprint(self) -> dict[str, object]:
         """Returns every setting that changes an answer."""
@@ -176,7 +176,7 @@ class Verbalizer:
         return ScoreTemplate.from_files(find_file(self.template_file, "verbalizer.template_file"), system)
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists keys without effect: greedy decoding samples nothing; the run's own model has its revision and chat."""
+        """Lists keys without effect: sampling keys if decoding is greedy, the model's keys if it is the run's own."""
         found: dict[str, str] = {}
         if self.sampling.temperature == 0:
             found |= dict.fromkeys(

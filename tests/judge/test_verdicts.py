@@ -9,7 +9,7 @@ from attnpo.judge.base import JudgeReading
 from attnpo.judge.verdicts import (
     JudgeStatistics,
     LabelMass,
-    compute_label_mass,
+    average_label_mass,
     describe_texts,
     judge_statistics,
     judge_warning,
@@ -113,7 +113,7 @@ def reading(first: float, second: float, token: int) -> JudgeReading:
 
 def test_mass_and_texts_by_hand() -> None:
     readings = [reading(0.5, 0.25, A), reading(0.125, 0.0, OTHER), reading(0.0625, 0.0625, OTHER)]
-    mass = compute_label_mass(readings, TEXTS.__getitem__)
+    mass = average_label_mass(readings, TEXTS.__getitem__)
     assert mass.share == pytest.approx((0.75 + 0.125 + 0.125) / 3) and mass.prompts == 3
     assert mass.written == (("<think>", 2), (" A", 1))
     assert (
@@ -131,5 +131,5 @@ def test_a_problem_begins_below_the_minimum() -> None:
 
 def test_what_is_not_known() -> None:
     with pytest.raises(ValueError, match="verdicts"):
-        compute_label_mass([JudgeReading(torch.zeros(0, 3))], TEXTS.__getitem__)
+        average_label_mass([JudgeReading(torch.zeros(0, 3))], TEXTS.__getitem__)
     assert describe_texts((), 4) == "unknown tokens"

@@ -108,7 +108,7 @@ def test_a_model_that_cannot_run_in_training_mode_is_refused_with_the_field(tmp_
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("stablelm", "layer 1 does not pass on what it is called with"),
+        ("stablelm", "layer 1 does not pass on the keyword arguments of its call"),
         ("doge", "layer 1 has attention that cannot be read (its own code computes with the mask)"),
         ("falcon", "none of its layers uses transformers' AttentionInterface"),
     ],

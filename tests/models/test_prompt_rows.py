@@ -220,7 +220,10 @@ def test_a_model_whose_last_layer_takes_no_probe_is_read_by_its_maps(
     model.model.layers[3] = Wrapped(model.model.layers[3])
     with caplog.at_level(logging.INFO, "attnpo"):
         readings = CausalJudge(model).read(prompts, layers=(1,))
-    assert "layer 4 does not pass on what it is called with; the maps of eager attention are read" in caplog.text
+    assert (
+        "layer 4 does not pass on the keyword arguments of its call; the maps of eager attention are read"
+        in caplog.text
+    )
     assert [reading.verdict_token for reading in readings] == expected
 
 

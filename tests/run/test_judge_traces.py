@@ -263,7 +263,7 @@ def test_a_model_that_cannot_write_is_refused_before_the_pass(
 def test_settings_that_cannot_be(thinking: Thinking, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     world = thinking.with_store(tmp_path)
     for given, told in (
-        ("{max_new_tokens: 8, until: ' '}", "judge.trace: until: expected a text that ends a trace"),
+        ("{max_new_tokens: 8, until: ' '}", "judge.trace: until: expected the text that ends a trace"),
         ("{max_new_tokens: 8}", "judge.trace.until: the judge's tokenizer cannot write '</think>'"),
         (f"{{max_new_tokens: 500, until: {thinking.until}}}", "judge.trace reserves 501"),
         ("{until: good}", "judge.trace.max_new_tokens: required"),

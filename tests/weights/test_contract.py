@@ -156,7 +156,11 @@ OUT_OF_RANGE: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (Transport, {"reg": math.inf}, r"weights\.reg must be at least 0\.002, got inf"),
     (Transport, {"reg_m": 0.0}, r"weights\.reg_m must be in \(0, 1e\+09\], got 0\.0"),
     (Transport, {"tolerance": 1e-15}, r"weights\.tolerance must be in \[1e-11, 1\), got 1e-15"),
-    (Transport, {"reg": 0.02, "reg_m": 1e9}, r"weights\.max_iterations must be at least \d+ for .* got 1000: raise it"),
+    (
+        Transport,
+        {"reg": 0.02, "reg_m": 1e9},
+        r"weights\.max_iterations must be at least \d+ for .* got 1000: raise weights\.max",
+    ),
     (Transport, {"max_iterations": 4}, r"weights\.max_iterations must be at least 5 for weights\.reg=1.* got 4: raise"),
     (TISDPO, {"low": 2.0}, r"weights\.form\.high must be above 2, got 1\.5"),
     (TISDPO, {"least": 1.4}, r"weights\.form\.most must be at least 1\.4, got 1\.3"),

@@ -204,7 +204,7 @@ def test_one_model_asked_in_one_way_is_no_contrast() -> None:
         Selection(ScorerModel(), ScorerModel())
     with pytest.raises(UserError, match=r"weights\.negative\.instruction: CriticalTokens compares two models on"):
         Contrast(A, ScorerModel("b", instruction="badly"), CriticalTokens())
-    with pytest.raises(UserError, match="a scorer's instruction must not be blank"):
+    with pytest.raises(UserError, match="a scorer's instruction must contain text"):
         ScorerModel(instruction="  ")
 
 

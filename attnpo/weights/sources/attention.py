@@ -24,8 +24,8 @@ STORE_LAYERS = ("all", "selected")
 class Attention(CapturedSource):
     """Attention of the last prompt token (the one that predicts the verdict).
 
-    ``layer``: 1-based number, "last", or a fraction of the layers with attention. ``layers``: if not empty, the mean of
-    these layers instead (Differs from the authors' "mean" sources: they sum the layers, which scales beta).
+    ``layer``: 1-based number, "last", or a fraction of the layers with attention. ``layers``: if not empty, these
+    layers are averaged instead (Differs from the authors' "mean" sources: those sum the layers, which scales beta).
     ``store_layers``: "all" stores every layer with attention, so that a layer study needs one judge pass; "selected"
     stores only the requested ones. ``heads``: the query heads (from 1) to average in each of these layers; empty for
     all. If heads are given, the rows of every head are stored in a separate table, so another choice needs no new judge
@@ -91,7 +91,7 @@ class Attention(CapturedSource):
         return tuple(HeadRow(row, head) for row in self.layers_to_store(num_layers) for head in range(1, num_heads + 1))
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns the heads stored at the verdict position: their mean, or each of them if some are chosen."""
+        """Returns the rows stored at the verdict position: the mean over heads, or every head if some are chosen."""
         return {"source": "attention", "position": "last_prompt_token", "heads": "each" if self.heads else "mean"}
 
     def capture(
@@ -132,15 +132,16 @@ def _describe_row(row: StoredRow) -> str:
 
 
 def select_rows(reading: JudgeReading, numbers: Sequence[int], wanted: Sequence[StoredRow]) -> Tensor:
-    """Selects the ``wanted`` rows of a reading of layers ``numbers``. UserError if a head does not exist."""
+    """Selects the ``wanted`` rows from a reading of the layers ``numbers``. UserError if a head does not exist."""
     heads = [row for row in wanted if isinstance(row, HeadRow)]
     if not heads:
         return reading.rows
     heads_read = reading.rows.shape[1]
     if max(row.head for row in heads) > heads_read:
         raise UserError(
-            f"weights.heads: head {max(row.head for row in heads)} was requested as in the judge's config, but its "
-            f"attention has {heads_read} heads; choose another judge, or weights.heads=[] for the mean over all heads"
+            f"weights.heads: head {max(row.head for row in heads)} was requested, which the judge's config allows, but "
+            f"its attention has {heads_read} heads; choose another judge, or set weights.heads=[] for the mean over "
+            "all heads"
         )
     layers = torch.tensor([numbers.index(row.layer) for row in heads])
     return reading.rows[layers, torch.tensor([row.head - 1 for row in heads])]
@@ -159,10 +160,10 @@ def capture_judge_rounds(
     per_head: bool = False,
     rollout: bool = False,
 ) -> list[PairWeights]:
-    """Returns both judge rounds of each pair; all prompts go to the judge in one call, ``rows_of`` extracts the rows.
+    """Returns both judge rounds of each pair from one call of the judge; ``rows_of`` extracts the rows.
 
-    A pair that the judge cannot be shown comes back as ``UnreadablePair``. UserError naming the ``source`` without a
-    judge.
+    A pair that cannot be shown to the judge is returned as ``UnreadablePair``. UserError naming ``source`` if there is
+    no judge.
     """
     if not isinstance(judge, LoadedJudge):
         raise UserError(f"weights={source} needs a judge: set judge.path and judge.template_file")
@@ -185,7 +186,7 @@ def capture_judge_rounds(
 
 
 def _build_prompts(pair: PreferencePair, builder: PromptBuilder) -> tuple[JudgePrompt, JudgePrompt]:
-    """Builds the prompts of a pair; RefusedText, with a reason worded for all such pairs, if it cannot be judged."""
+    """Builds the prompts of a pair; raises RefusedText, whose reason fits all such pairs, if it cannot be judged."""
     try:
         rounds = builder.build(pair)
     except UserError as problem:

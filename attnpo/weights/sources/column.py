@@ -27,15 +27,15 @@ class ColumnForm(Enum):
 class Column(TextSource):
     """Weights from the data columns ``chosen`` and ``rejected``: factors or a distribution, depending on ``kind``.
 
-    TOKENS: a list with one number for every training token of the full response that holds one of its characters; true
+    TOKENS: a list with one number for every training token of the full response that contains a character of it; true
     and false count as 1 and 0. If a long response is cut, the numbers of the remaining tokens are used. SPANS: a list
     of ``[start, end]``, ``[start, end, weight]`` or mappings with these keys: half-open character ranges of the
     response as stored in the pair, without overlap, with a default weight of 1. A token gets the mean over its
     characters; characters outside all spans get ``elsewhere``.
 
     ``end_token``: the weight of tokens without a character of the response (end of turn); None means that lists of
-    tokens have a number for them as well. A distribution is normalised over the remaining training tokens. ``signed``:
-    factors may be negative.
+    tokens include numbers for these tokens. A distribution is normalised over the remaining training tokens.
+    ``signed``: factors may be negative.
     """
 
     chosen: str = "chosen_weights"
@@ -56,7 +56,7 @@ class Column(TextSource):
         if self.end_token is None and self.form is ColumnForm.SPANS:
             raise UserError(
                 "weights.end_token=null means that lists have a number for the end of turn, but weights.form=spans "
-                "has only characters: give a number"
+                "has only characters: set weights.end_token to a number"
             )
         for name, value in (("elsewhere", self.elsewhere), ("end_token", self.end_token)):
             if value is not None and not (isfinite(value) and (self.signed or value >= 0)):
@@ -69,7 +69,7 @@ class Column(TextSource):
         return self.chosen, self.rejected
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns the key that only spans read."""
+        """Lists the key that has an effect on spans only."""
         return {"elsewhere": "weights.form=tokens"} if self.form is ColumnForm.TOKENS else {}
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
@@ -107,7 +107,7 @@ class Column(TextSource):
             least = "at least " if cut_front or cut_end else ""
             raise UserError(
                 f"{where}: expected {least}{len(own)} numbers, one for each of this run's training tokens "
-                f"{'and end tokens' if self.end_token is None else 'that hold a character'}, got {len(values)}; "
+                f"{'and end tokens' if self.end_token is None else 'that contain a character'}, got {len(values)}; "
                 "make the lists with this model's tokenizer, or set weights.form=spans, which needs no tokenizer"
             )
         row = torch.full((len(encoded.offsets),), self.end_token or 0.0, dtype=torch.float64)
@@ -147,7 +147,7 @@ class Column(TextSource):
 
 
 def _read_cell(pair: PreferencePair, name: str, where: str, key: str) -> Sequence[object]:
-    """Returns the list in a column of a pair's row."""
+    """Returns the list in one column of a pair's data row."""
     if name not in pair.extra:
         found = ", ".join(sorted(pair.extra)) or "none"
         raise UserError(

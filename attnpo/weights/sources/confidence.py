@@ -11,7 +11,7 @@ from attnpo.schema import Kind, PreferenceBatch, TokenStats, check_range
 from attnpo.weights.base import OnlineSource, PairedWeights
 
 TIE = 1e-9
-"""Tolerance in nats for a log-probability equal to the mean, for rounding errors in float64."""
+"""Tolerance in nats within which log-probabilities count as equal to the mean, for rounding errors in float64."""
 
 
 def mark_below_mean(logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) -> Bool[Tensor, "rows R"]:
@@ -71,7 +71,8 @@ class Selective(OnlineSource):
 
     The score is ``r - p`` on the chosen and ``p - r`` on the rejected response (log-probabilities of reference and
     policy); tokens with a score of at least the response's ``quantile`` are kept. At the first step, when policy and
-    reference are identical, every token is. A quantile of 0.6 keeps about 40 % (Dongzhijin/SDPO, ``sdpo_threshold``).
+    reference are identical, every token is kept. A quantile of 0.6 keeps about 40 % (Dongzhijin/SDPO,
+    ``sdpo_threshold``).
     """
 
     quantile: float = 0.6

@@ -1,7 +1,7 @@
-"""Token weights from the comparison of two models: TIS-DPO, cDPO of critical tokens, TGDPO.
+"""Token weights computed by comparing two models: TIS-DPO, cDPO (critical tokens), TGDPO.
 
-The raw comparison is stored. The form that turns it into weights is applied on every use, so changing the form needs no
-new forward pass.
+The store contains the raw comparison. It is converted into weights on every use, so that another conversion (form)
+needs no new forward pass.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from attnpo.weights.sources.scorers import CONTRAST, LOG_RATIO, ComparedSource, 
 
 @runtime_checkable
 class ContrastForm(Protocol):
-    """Conversion of a comparison of two models into factors."""
+    """Rule that converts a comparison of two models into factors."""
 
     @property
     def signed(self) -> bool:
@@ -29,17 +29,17 @@ class ContrastForm(Protocol):
 
     @property
     def statistic(self) -> str:
-        """Returns the compared statistic: "log_ratio" of a token, or its log-probability under the "contrast"."""
+        """Returns the statistic to store per token: its "log_ratio", or its log-probability under the "contrast"."""
 
     def __call__(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
-        """Returns the weights of a response; ``words`` is false on the tokens that only end the turn."""
+        """Converts a response's statistics into weights; ``words`` is false on the tokens that only end the turn."""
 
 
 # --------------------------------------------------------------------------------------------- TIS-DPO
 
 
 class RewardTransform(Enum):
-    """Transform of a token's reward in TIS-DPO: the four of its code, or the formula of its paper."""
+    """Transform of a token's reward in TIS-DPO: one of the four in its code, or its paper's formula."""
 
     SCALE = "scale"
     RANK = "rank"
@@ -71,9 +71,9 @@ class TISDPO:
 
     ``scale``: v clipped to [``low``, ``high``] and mapped linearly onto [``least``, ``most``]. ``rank``: its rank among
     the response's tokens, mapped onto the same range; a single token gets the middle. ``threshold``: v clipped to [low,
-    high], signed. ``binary``: 1 on the highest ``top_percent`` of the tokens (rounded down), 0 elsewhere. These round v
-    to two decimals and give the end of turn weight 0. ``paper``: ``k exp(mu c)`` on chosen and ``k exp(-mu c)`` on
-    rejected tokens, c the unrounded log-ratio clipped to [low, high], on every token.
+    high], signed. ``binary``: 1 on the highest ``top_percent`` of the tokens (rounded down), 0 elsewhere. These four
+    round v to two decimals and give the end of turn weight 0. ``paper``: ``k exp(mu c)`` on chosen and ``k exp(-mu c)``
+    on rejected tokens, c the unrounded log-ratio clipped to [low, high], on every token.
 
     Source: exlaw/TIS-DPO, ``preference_datasets.py``. Differs from it in ties: here equal tokens share a rank, and the
     earlier ones come first in ``binary``. A response that is cut before its end of turn keeps the weight of its last
@@ -188,7 +188,7 @@ class TokenGuided:
 
 @dataclass(frozen=True)
 class Contrast(ComparedSource):
-    """Factors on the training tokens from a comparison of ``positive`` and ``negative``, converted by ``form``."""
+    """Factors on the training tokens, which ``form`` computes from a comparison of ``positive`` and ``negative``."""
 
     positive: ScorerModel
     negative: ScorerModel
@@ -202,12 +202,12 @@ class Contrast(ComparedSource):
         if asked and self.compares_whole:
             raise UserError(
                 f"weights.{asked[0]}.instruction: {type(self.form).__name__} compares two models on the same prompt; "
-                "set the instruction to null, or use another form"
+                f"set weights.{asked[0]}.instruction=null, or use another form"
             )
 
     @property
     def signed(self) -> bool:  # type: ignore[override]
-        """Tells whether the form gives negative weights."""
+        """Tells whether the form can give negative weights."""
         return self.form.signed
 
     @property

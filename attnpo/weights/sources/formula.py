@@ -20,7 +20,7 @@ from attnpo.weights.postprocess import normalize
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """Training tokens of one response, in order, and the texts of its pair: the argument of a formula.
+    """Argument of a formula: the training tokens of one response, in order, and the texts of its pair.
 
     ``ids``: token ids. ``offsets``: half-open character ranges in ``response``; empty for a token without a character
     of it (end of turn). ``positions``: 0, 1, ... ``texts``: each token's characters. ``other``: the pair's other
@@ -45,9 +45,10 @@ class Formula(TextSource):
     """Numbers that ``function`` ("package.module.name") assigns to the tokens of each response.
 
     The function is called with a ``ResponseTokens`` and returns a number for each token, including the end of turn.
-    ``kind`` factor: used as they are, negative only if ``signed``. ``kind`` distribution: at least 0, divided by their
-    sum. Its package must be listed in ATTNPO_ALLOW_TARGETS, like every class outside attnpo. The digest of its module's
-    source is part of the fingerprint; other modules that it imports are not.
+    With ``kind`` factor, the numbers are used unchanged and may be negative only if ``signed``. With ``kind``
+    distribution, they must be at least 0 and are divided by their sum. The function's package must be listed in
+    ATTNPO_ALLOW_TARGETS, as for every class outside attnpo. The fingerprint includes a digest of the function's source
+    file, but not of other modules that this file imports.
     """
 
     function: str
@@ -82,20 +83,20 @@ class Formula(TextSource):
         return cast(Weigh, target)
 
     def _source_digests(self) -> list[str]:
-        """Returns the source digests of the named module and of the module with the function's code."""
+        """Returns the source digests of the named module and of the module that defines the function."""
         function = inspect.unwrap(self._load_function())
         named = getattr(import_module(self.function.rpartition(".")[0]), "__file__", None)
         written = getattr(getattr(function, "__code__", None), "co_filename", None)
         files = sorted({Path(name) for name in (named, written) if name is not None and Path(name).is_file()})
         if written is None or not files:
             raise UserError(
-                f"weights.function: {self.function} has no Python source file, so changes of it could not be detected: "
+                f"weights.function: {self.function} has no Python source file, so changes to it could not be detected: "
                 "choose a function that is defined in a Python file"
             )
         return [file_digest(file) for file in files]
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns the function's name, the kind of its numbers, and the digest of its source."""
+        """Returns the function's name, the kind of its numbers, and the digests of its source."""
         return {
             "source": self.name,
             "function": self.function,
@@ -107,8 +108,8 @@ class Formula(TextSource):
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """Returns the function's numbers for the m training tokens, float32.
 
-        UserError naming pair, side and function if it raises, returns a wrong number of weights, or returns weights
-        that are not finite or do not match the kind.
+        UserError naming pair, side and function if the function raises, returns a wrong number of weights, or returns
+        weights that are not finite or do not match the kind.
         """
         where = f"pair {pair.pair_id}, {side}: weights.function={self.function}"
         response = pair.response(side)

@@ -22,9 +22,9 @@ class NormalizationScope(Enum):
 def position_prior(
     counts: Int[Tensor, " rows"], first: Int[Tensor, " rows"], width: int, divisor: float, dtype: torch.dtype
 ) -> Float[Tensor, "rows R"]:
-    """Returns a Gaussian over the tokens 0..n-1 of each row (sum 1), at ``width`` positions from ``first`` on.
+    """Returns a Gaussian over the tokens 0..n-1 of each row (sum 1), at ``width`` positions beginning with ``first``.
 
-    Mean (n-1)/2, standard deviation max(1, n / divisor). Values past n-1 have no meaning; 0 where n is 0.
+    Mean (n-1)/2, standard deviation max(1, n / divisor). Values past n-1 have no meaning; rows with n = 0 are all 0.
     """
     longest = int(max(int(counts.max()), int(first.max()) + width)) if counts.numel() else width
     places = torch.arange(longest, device=counts.device, dtype=dtype)
@@ -45,7 +45,7 @@ def importance_weights(
 ) -> Float[Tensor, "rows R"]:
     """Returns ``n (lam s_t / sum s + (1 - lam) prior_t)`` on the response's tokens.
 
-    Their mean is 1 over all n tokens that count.
+    The weights have mean 1 over all n tokens that count.
 
     ``before`` and ``tokens_before``: sum and number of the scores before the response that also count. A row without a
     positive score uses only the prior; a row with a single token has weight 0 (latent-lm/TIDPO).
@@ -64,10 +64,10 @@ def importance_weights(
 class Gradient(OnlineSource):
     """Factors from the current policy at every step, for each response separately: TI-DPO's token importance.
 
-    ``lam``: the share of the gradients; the prior has the rest (0.7 in the TI-DPO paper, 0.2 in its code).
-    ``prior_sigma_div``: the prior's standard deviation is n divided by it (8 in the code, 4 in the paper). ``scope``:
-    the code's TDPO step counts prompt and response, its DPO step only the response; the prompt's own weights are
-    discarded.
+    ``lam``: the share of the gradients; the prior gets the rest (0.7 in the TI-DPO paper, 0.2 in its code).
+    ``prior_sigma_div``: n divided by this is the prior's standard deviation (8 in the code, 4 in the paper). ``scope``:
+    the tokens that count, prompt and response in the code's TDPO step, only the response in its DPO step; the weights
+    of prompt tokens are discarded.
     """
 
     lam: float = 0.7

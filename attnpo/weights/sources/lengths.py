@@ -1,4 +1,4 @@
-"""Weights from the lengths of a pair's two responses, against a preference for longer answers."""
+"""Weights from the lengths of a pair's two responses, which counteract a preference for longer answers."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -43,7 +43,7 @@ class Lengths(OnlineSource):
         check_seed("weights.seed", self.seed)
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns the key that only the other rule reads."""
+        """Lists the key that has an effect only with the other rule."""
         return {"seed": "weights.rule=tail"} if self.rule is LengthRule.TAIL else {"alpha": "weights.rule=subsample"}
 
     def weights(

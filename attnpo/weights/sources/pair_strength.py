@@ -27,10 +27,10 @@ def token_mean(values: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) ->
 class WPO(OnlineSource):
     """Weights pairs by how likely the current policy is to write them: ``min(1, exp(A(c_w) + A(c_l)))``.
 
-    ``c_t = p_t - log sum_v prob_v^2`` compares a token's log-probability with the average of a token sampled from the
-    policy; A is the mean over a response's tokens. ``clamp`` false leaves weights above 1 (TRL's version). The policy
-    is the current one, without gradient. Source: WPO (Zhou et al. 2024, arXiv 2406.11827), with weights aligned to
-    samples.
+    ``c_t = p_t - log sum_v prob_v^2`` compares a token's log-probability with the mean probability (as a logarithm) of
+    a token sampled from the policy; A is the mean over a response's tokens. ``clamp`` false leaves weights above 1
+    (TRL's version). The policy is the current one, without gradient. Source: WPO (Zhou et al. 2024, arXiv 2406.11827),
+    with weights aligned to samples.
     """
 
     clamp: bool = True
@@ -101,7 +101,7 @@ class MWPO(OnlineSource):
 
 @dataclass(frozen=True)
 class PairColumn(Uniform):
-    """Data column with a weight of at least 0 for each pair; it multiplies the pair's loss as it is.
+    """Data column with a weight of at least 0 for each pair, which multiplies the pair's loss.
 
     The loss is still divided by the number of pairs in the step. A pair of weight 0 has no effect on training, and is
     counted.

@@ -66,7 +66,7 @@ class RewardAttention(Attention):
             )
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns position and heads that are read, and the maximum length of a conversation."""
+        """Returns the position and heads that are read, and the maximum length of a conversation."""
         heads = "each" if self.heads else "mean"
         return {"source": "reward_attention", "position": "last", "heads": heads, "max_length": self.max_length}
 
@@ -75,7 +75,7 @@ class RewardAttention(Attention):
     ) -> list[PairWeights]:
         """Returns one round per pair, float32 rows of ``layers``; all conversations go to the reward model in one call.
 
-        A pair that cannot be read comes back as ``UnreadablePair``.
+        A pair that cannot be read is returned as ``UnreadablePair``.
         """
         if not isinstance(reader, LoadedReward):
             raise UserError("weights=reward_attention needs a reward model: set weights.path=FOLDER_OR_HUB_NAME")
@@ -96,7 +96,7 @@ class RewardAttention(Attention):
         return [captured[pair.pair_id] for pair in pairs]
 
     def _encode_conversations(self, pair: PreferencePair, conversations: ChatFormat) -> list[EncodedResponse]:
-        """Encodes both conversations; RefusedText, with a reason worded for all such pairs, if they cannot be read."""
+        """Encodes both conversations; raises RefusedText, whose reason fits all such pairs, if they cannot be read."""
         both = [_encode_conversation(pair, side, conversations) for side in SIDES]
         reason = ""
         if max(len(one.prompt_ids) + len(one.response_ids) for one in both) > self.max_length:
@@ -109,13 +109,13 @@ class RewardAttention(Attention):
 
 
 def _encode_conversation(pair: PreferencePair, side: str, conversations: ChatFormat) -> EncodedResponse:
-    """Returns the conversation that is read, with the characters of the response as it stands in the pair."""
+    """Encodes the conversation that the model reads; character ranges refer to the response as given in the pair."""
     encoded, begins = conversations.encode(pair.prompt, judged_text(pair, side)), weighted_start(pair, side)
     return encoded._replace(offsets=[(start + begins, end + begins) for start, end in encoded.offsets])
 
 
 def response_attention(rows: Float[Tensor, "layers T"], encoded: EncodedResponse) -> TokenWeights:
-    """Returns the attention to the tokens of a conversation's response that hold a character of it."""
+    """Returns the attention to those tokens of a conversation's response that contain characters of the response."""
     kept = [place for place, (start, end) in enumerate(encoded.offsets) if end > start]
     start = len(encoded.prompt_ids)
     return TokenWeights(

@@ -52,7 +52,7 @@ class TrainingTexts(Protocol):
 
 @dataclass(frozen=True)
 class LoadedScorers:
-    """Loaded models by their names in the source, and the encoder of the pairs they read."""
+    """Loaded models, by config key in the source, and the encoder of the pairs that these models read."""
 
     scorers: Mapping[str, Scorer]
     texts: TrainingTexts
@@ -70,7 +70,7 @@ def check_scorers(models: Mapping[str, ScorerModel]) -> None:
 
 
 class ComparedSource(ScoredSource):
-    """Source that compares two scorers on the training tokens: stores ``statistic``, makes weights on each use."""
+    """Source that compares two scorers on the training tokens; converts the stored ``statistic`` on each use."""
 
     @property
     def statistic(self) -> str:
@@ -82,7 +82,7 @@ class ComparedSource(ScoredSource):
         return LOG_RATIO
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns the compared statistic and the instructions, not the weights that are made from them."""
+        """Returns the compared statistic and the instructions; the conversion into weights is not part of it."""
         asked = [model.fingerprint() for model in self.scorers.values()]
         return {"source": "scorers", "statistic": self.statistic, "asked": asked}
 
@@ -91,8 +91,9 @@ class ComparedSource(ScoredSource):
     ) -> list[PairWeights]:
         """Returns one round per pair on its training tokens: a float32 row per response with the raw comparison.
 
-        A pair whose text has no training ids, or cannot be given an instruction, comes back as ``UnreadablePair``.
-        ``Round.cut``: the prompt with the instruction was shortened. UserError without scorers.
+        A pair whose text has no training ids, or to which an instruction cannot be added, is returned as
+        ``UnreadablePair``. ``Round.cut`` tells whether the prompt with the instruction was shortened. UserError without
+        scorers.
         """
         (first, model), (second, other) = self.scorers.items()
         if not isinstance(reader, LoadedScorers) or not self.scorers.keys() <= reader.scorers.keys():

@@ -15,7 +15,7 @@ from attnpo.weights.sources.scorers import ComparedSource, apply_rule, check_sco
 
 
 def select_top(scores: Float[Tensor, " n"], top_fraction: float, highest: bool) -> Bool[Tensor, " n"]:
-    """Marks the ``int(top_fraction (n - 1))`` highest (or lowest) scores; earlier ties first, never the first token.
+    """Marks the ``int(top_fraction (n - 1))`` highest (or lowest) scores, earlier ties first; never the first token.
 
     Source: SteveKGYang/SePO, ``token_score.py``.
     """

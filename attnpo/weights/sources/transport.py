@@ -1,7 +1,7 @@
 """Transported mass as weights, recomputed in every training step (OTPO, Li et al. 2025).
 
-Unbalanced entropic optimal transport between the tokens of two responses, solved to a known accuracy. Numbers are
-float64: masks in, one plan per pair out. The rows of a batch are independent of each other.
+Unbalanced entropic optimal transport between the tokens of two responses, solved to a known accuracy. All numbers are
+float64. The pairs of a batch are independent of each other.
 """
 
 from dataclasses import dataclass
@@ -42,9 +42,9 @@ def token_costs(
 
     Costs are at most 1, and 0 where either mask is false.
 
-    ``|h_i - h_j| + 1e-6``, divided by the largest cost of the pair if that exceeds 1. As in the published code, where
-    positions outside the response count as zero vectors (the prompt always has some), the largest cost is at least the
-    norm of every token.
+    ``|h_i - h_j| + 1e-6``, divided by the largest cost of the pair if that exceeds 1. The largest cost is at least the
+    norm of every token: as in the published code, positions outside the response count as zero vectors (the prompt
+    always has some).
     """
     given = zip(chosen, rejected, chosen_mask, rejected_mask, strict=True)
     return torch.stack([_pair_costs(*pair) for pair in given])  # one by one, because states in float64 are large
@@ -122,7 +122,7 @@ def _log_product(
 ) -> Float[Tensor, "pairs a"]:
     """Returns ``log(kernel @ exp(logs))`` over the real columns.
 
-    The largest term is taken out, so that nothing overflows.
+    The largest term is factored out, so that nothing overflows.
     """
     real = logs.masked_fill(~mask, -torch.inf)
     top = real.amax(-1, keepdim=True)
@@ -169,7 +169,7 @@ class Transport(OnlineSource):
             raise UserError(
                 f"weights.max_iterations must be at least {self.sweep_count} for weights.reg={self.reg:g}, "
                 f"weights.reg_m={self.reg_m:g} and weights.tolerance={self.tolerance:g}, got {self.max_iterations}: "
-                "raise it, or raise reg or tolerance"
+                "raise weights.max_iterations, weights.reg or weights.tolerance"
             )
 
     @property

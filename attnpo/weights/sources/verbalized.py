@@ -1,7 +1,7 @@
 """Verbalised importance: a model splits each response into parts and scores them from 1 to 5 (paper, ablations).
 
-The paper gives no wording and no rule for distributing scores over tokens; both are ours. Scores are assigned to the
-training tokens of the response, so alignment is exact.
+The paper gives neither the wording of the prompt nor a rule for distributing scores over tokens; both are ours. Scores
+are assigned to the training tokens of the response, so alignment is exact.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ READER = "2"
 
 @dataclass(frozen=True)
 class LoadedVerbalizer:
-    """Generator with the questions that it is asked and its decoding settings."""
+    """Generator with the questions to ask it and its decoding settings."""
 
     generator: Generator
     questions: ScoreQuestions
@@ -46,7 +46,7 @@ class LoadedVerbalizer:
 
 @dataclass(frozen=True)
 class Verbalized(CapturedSource):
-    """Score that the model gave to the part a token belongs to; 0 if no part was found.
+    """Score that the model gave to the part that contains a token; 0 if no such part was found.
 
     ``min_coverage``: share of a response's tokens that must have a score (paper: 0.9); pairs with a side below it are
     dropped and counted.
@@ -70,7 +70,7 @@ class Verbalized(CapturedSource):
     ) -> list[PairWeights]:
         """Returns one round per pair, a float32 row of scores per response.
 
-        All prompts go to the generator in one call. A pair that the generator cannot be asked about comes back as
+        All prompts go to the generator in one call. A pair that the generator cannot be asked about is returned as
         ``UnreadablePair``.
         """
         if not isinstance(reader, LoadedVerbalizer):
@@ -98,10 +98,10 @@ def _score_row(pair: PreferencePair, side: str, answer: str, questions: ScoreQue
 
 
 def spread_scores(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[int, int]]) -> Float[Tensor, " n"]:
-    """Returns a score per token: the mean over its characters that have one; 0 if none has.
+    """Returns a score per token: the mean score of its characters that have one; 0 if none of them has a score.
 
-    A whitespace token takes the score of the part it is inside of. Parts are quoted without the whitespace between
-    them, so a whitespace token after a part takes the score of that part.
+    A whitespace token inside a part gets the score of that part. Parts are quoted without the whitespace between them,
+    so a whitespace token after a part gets the score of the part before it.
     """
     scores = torch.zeros(len(response), dtype=torch.float64)
     after = torch.zeros(len(response), dtype=torch.float64)
