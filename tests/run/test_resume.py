@@ -194,10 +194,10 @@ def test_the_newest_state_is_found_between_two_renames(
 
 def test_a_new_run_does_not_take_a_folder_with_checkpoints(world: World, done: tuple[Path, RunResult]) -> None:
     folder, _ = done
-    with pytest.raises(UserError, match=r"holds a run saved after step 3: .*resume=auto.* another name"):
+    with pytest.raises(UserError, match=r"contains a run saved after step 3: .*resume=auto.* another name"):
         refuse_existing_run(folder)
     there = ("experiment=none", f"name={folder.name}", f"output={folder.parent}")
-    with pytest.raises(UserError, match=r"holds a run saved after step 3: "):
+    with pytest.raises(UserError, match=r"contains a run saved after step 3: "):
         main(world.config(*SHORT, *there))
     assert main(world.config(*SHORT, *there, "resume=auto")) == 0
     refuse_existing_run(folder / "free")
