@@ -1,6 +1,6 @@
 """Backbone and vocabulary head of a Hugging Face causal language model, and how they produce its logits.
 
-Both are found through the library's accessors and config fields, never by model name, and checked on a few tokens.
+Both are found through transformers' accessors and config fields, never by model name, and checked on a few tokens.
 """
 
 import logging
@@ -41,9 +41,9 @@ class ModelParts:
 
 
 def find_parts(model: PreTrainedModel) -> ModelParts | None:
-    """Finds backbone and head of a causal LM; returns None unless the head is a single plain linear layer.
+    """Finds the backbone and head of a causal LM; returns None unless the head is a single plain linear layer.
 
-    A head with adapters or 4-bit weights is not plain. Soft-cap, divisor and factor of the logits are read from the
+    A head with adapters or 4-bit weights is not plain. The soft-cap, divisor and factor of the logits are read from the
     text config (``final_logit_softcapping``, ...).
     """
     backbone = backbone_of(model)
@@ -72,7 +72,7 @@ def parameter_count(module: nn.Module) -> int:
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Returns the number of rows of the input embeddings; 2 if they are not a plain embedding table."""
+    """Returns the number of rows of the input embeddings, or 2 if the embeddings are not a plain table."""
     table: object = model.get_input_embeddings()
     return int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
 
@@ -90,7 +90,7 @@ def is_materialised(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def has_exact_parts(model: PreTrainedModel) -> bool:
-    """Checks on four tokens that backbone and head reproduce the model's logits; logs the difference otherwise."""
+    """Checks on four tokens that backbone and head reproduce the model's logits; if not, logs the difference."""
     parts = find_parts(model)
     if parts is None:
         logger.warning("%s: the vocabulary head is not a plain linear layer; full logits are used", _class_name(model))
@@ -112,7 +112,7 @@ def has_exact_parts(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def first_position(model: PreTrainedModel) -> int:
-    """Finds by trial the position id of a text's first token: 0, or the padding id plus 1 (as in RoBERTa).
+    """Finds by trial the position id of a row's first token: 0, or the padding id plus 1 (as in RoBERTa).
 
     Raises:
         UserError: the model numbers positions in another way.
@@ -141,7 +141,7 @@ def probe_bound(expected: Tensor) -> float:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Puts ``model`` in eval mode inside the context; each module's own mode is restored, even after an error."""
+    """Puts ``model`` in eval mode inside the context; then restores each module's mode, even after an error."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -153,7 +153,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Puts ``model`` in training mode inside the context, except dropout; restores modes, buffers and random state."""
+    """Puts ``model``, except dropout, in training mode inside the context; restores modes, buffers and random state."""
     modes = {module: module.training for module in model.modules()}
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}

@@ -1,8 +1,8 @@
-"""Compiles a model's blocks one by one with ``torch.compile``, and checks that they compute the same numbers.
+"""Compiles a model's blocks one by one with ``torch.compile``, and checks that results stay the same.
 
-Blocks of the same kind share their compiled code. Adapters are compiled too. Activation checkpointing, layouts, the
-vocabulary head and its chunks stay outside, as do bucketed attention, whose shapes change with every batch, and calls
-with a key cache.
+Blocks of the same kind share their compiled code. Adapters are compiled too. Not compiled are activation checkpointing,
+layouts, the vocabulary head with its chunk loop, calls with a key cache, and bucketed attention, whose shapes change
+with every batch.
 """
 
 import gc
@@ -31,10 +31,13 @@ Taken = ParamSpec("Taken")
 Given = TypeVar("Given")
 
 LENGTHS = (48, 640)
-"""Lengths of the pairs in the check; the second is a shape that the first compilation has not seen."""
+"""Lengths of the two pairs in the check, in tokens; the second is new to the code compiled for the first."""
 
 MOST_GRAPHS = 64
-"""Limit of graphs per block, after which torch stops compiling; gradients, prefixes and windows each need their own."""
+"""Maximum number of graphs per block, after which torch stops compiling.
+
+Gradients, prefixes and windows each need graphs of their own.
+"""
 
 BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-3}  # norms are computed in float32 even in a float64 model
 SMALLEST = 0.01  # gradients below this share of the largest one may be rounding and are compared with that share
@@ -42,7 +45,7 @@ GRADIENT = "the gradient of layers."
 
 
 def compile_blocks(model: PreTrainedModel, backend: str) -> None:
-    """Compiles every decoder block in place, on its first call; parameter names do not change.
+    """Makes torch compile every decoder block in place when it is first called; parameter names do not change.
 
     Call it after ``activation_checkpointing_enable``. Raises ``UserError`` if torch does not know the backend.
     """
@@ -75,9 +78,9 @@ def check_compiled_blocks(
 ) -> None:
     """Checks that compiled blocks give the same log-probabilities and gradients as uncompiled ones.
 
-    Runs a few layers of the model's kinds and widths with random weights: once in float32, which decides, and once in
-    the training precision, which must run and whose rounding error is logged. The model and the random state are not
-    changed.
+    Runs a few layers of the same kinds and widths as the model's, with random weights. The run in float32 decides; the
+    run in the training precision must not fail, and its rounding error is logged. The model and the random state are
+    not changed.
 
     Raises:
         UserError: the compiled blocks fail or differ.
@@ -99,15 +102,19 @@ def check_compiled_blocks(
         bound = math.inf if dtype is None else BOUNDS[dtype]
         if not gap <= bound:  # NaN is no match either
             raise UserError(
-                f"{what} computes {worst} incorrectly on {device}: for blocks like those of {kind} it differs from "
-                f"uncompiled blocks by {gap:.2g} of its norm, and rounding explains at most {bound:g}: {instead}"
+                f"{what} computes {worst} incorrectly on {device}: for blocks like those of {kind}, the result differs "
+                f"from that of uncompiled blocks by {gap:.2g} of the norm (rounding explains at most {bound:g}): "
+                f"{instead}"
             )
         low = ", due to rounding in low precision" if dtype is None else ""
-        log.info("%s: log-probabilities and gradients of compiled blocks agree to %.1g%s (%s)", what, gap, low, worst)
+        log.info(
+            "%s: log-probabilities and gradients of compiled blocks agree with those of uncompiled ones to %.1g%s (%s)",
+            *(what, gap, low, worst),
+        )
 
 
 def _find_problem(small: PreTrainedModel, backend: str, layout: Layout, *, autocast: bool) -> tuple[str, float]:
-    """Compiles a small model's blocks; returns the tensor that changes most and its relative change."""
+    """Compiles a small model's blocks; returns the name of the tensor that changes most, and by what share."""
     policy = ScoredLM(small)
     expected = _run_probe(policy, layout, autocast)
     compile_blocks(small, backend)
@@ -118,7 +125,7 @@ def _find_problem(small: PreTrainedModel, backend: str, layout: Layout, *, autoc
 
 
 def _run_probe(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tensor]:
-    """Computes log-probabilities of pairs of several lengths, and their gradients in the weights of the blocks."""
+    """Computes log-probabilities of pairs of several lengths, and the gradients of the blocks' weights."""
     names, weights = zip(*layer_stack(policy.model).named_parameters(), strict=True)
     words, device = vocabulary_size(policy.model), weights[0].device
     probed = {}
@@ -137,9 +144,9 @@ def _run_probe(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Te
 
 
 def _relative_gaps(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Returns the relative norm of each difference by name.
+    """Returns, by name, the norm of each tensor's difference as a share of the expected norm.
 
-    It is relative to the expected norm, but at least to ``SMALLEST`` times the largest gradient norm.
+    The divisor is at least ``SMALLEST`` times the largest gradient norm.
     """
     norms = {name: float(value.double().norm()) for name, value in expected.items()}
     least = SMALLEST * max(norm for name, norm in norms.items() if name.startswith(GRADIENT))

@@ -1,6 +1,6 @@
 """Facts about a model's attention from its config, before weights are loaded: kernel, readable layers, exact length.
 
-Kernel and layers are read from the module tree on the meta device; no model type is known by name.
+Kernel and layers are found in the module tree on the meta device, never by the name of the model type.
 """
 
 import inspect
@@ -14,10 +14,10 @@ from attnpo.schema import UserError
 
 
 class ModelDescription(NamedTuple):
-    """Class name of a causal LM, its attention implementation ("sdpa", or "eager" if it has no other), and its layers.
+    """Class name of a causal LM, its attention implementation ("sdpa", or "eager" if it has no other) and its layers.
 
-    ``layers``: ascending numbers, from 1, of the layers whose attention can be read. ``mapped``: it can be read only as
-    maps of eager attention. ``why``: the reason if there are no such layers.
+    ``layers``: ascending numbers, counted from 1, of the layers whose attention can be read. ``mapped``: attention can
+    be read only as maps of eager attention. ``why``: the reason if no layer can be read.
     """
 
     name: str
@@ -51,13 +51,13 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
 
 
 def attending_layers(backbone: PreTrainedModel) -> tuple[int, ...]:
-    """Returns the ascending numbers, from 1, of the layers that use transformers' ``AttentionInterface``."""
+    """Returns the ascending numbers, counted from 1, of the layers that use transformers' ``AttentionInterface``."""
     numbers = {getattr(part, "layer_idx", None) for part in backbone.modules() if _uses_attention_interface(part)}
     return tuple(sorted(number + 1 for number in numbers if isinstance(number, int) and number >= 0))
 
 
 def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
-    """Returns the layers that return eager attention maps, tried on six meta tokens, or the reason why none does."""
+    """Returns the layers that return eager attention maps for six meta tokens, or the reason why none does."""
     ids = torch.zeros(1, TRIED, dtype=torch.long, device="meta")
     try:
         asked = {"attention_mask": torch.ones_like(ids), "output_attentions": True, "use_cache": False}
@@ -125,18 +125,18 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def token_rows(config: PretrainedConfig) -> int | None:
-    """Returns the vocabulary size in a model's config, or None if it is not given."""
+    """Returns the vocabulary size in a model's config; None if the config does not give it."""
     rows = getattr(config.get_text_config(), "vocab_size", None)
     return rows if isinstance(rows, int) else None
 
 
 def max_over_layers(config: PretrainedConfig, name: str) -> int | None:
-    """Returns the largest value of a config field over the layers; None if it is not given."""
+    """Returns the largest value of a config field over the layers; None if the config lacks the field."""
     return max(values_per_layer(config, name), default=None)
 
 
 def values_per_layer(config: PretrainedConfig, name: str) -> list[int]:
-    """Returns the values of a config field, one for all layers or one per layer; empty if it is not given."""
+    """Returns the values of a config field: one for all layers, or one per layer; empty if the config lacks it."""
     try:
         stated = getattr(config, name, None)
     except RuntimeError:  # raised by the library for a value that differs between layers
@@ -146,7 +146,7 @@ def values_per_layer(config: PretrainedConfig, name: str) -> list[int]:
 
 
 def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
-    """Returns the length up to which rows do not depend on their batch, and the rope type; None if unlimited."""
+    """Returns the length to which a row's numbers do not depend on its batch, and the rope type; None if unlimited."""
     text = config.get_text_config()
     lengths = []
     for rope in _rope_settings(text):
@@ -162,8 +162,7 @@ def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
 def check_exact_length(config: PretrainedConfig, path: str, key: str, length: int) -> None:
     """Checks that rows of ``length`` tokens, set by ``key``, do not exceed the exact length of the model at ``path``.
 
-    Raises:
-        UserError: they do.
+    Raises: UserError: the rows are longer.
     """
     exact = exact_length(config)
     if exact is not None and length > exact[0]:
@@ -175,7 +174,7 @@ def check_exact_length(config: PretrainedConfig, path: str, key: str, length: in
 
 
 def stated_positions(config: PretrainedConfig) -> int | None:
-    """Returns the number of positions in a config, including rope scaling; None if it is not given."""
+    """Returns the number of positions that a config allows, including rope scaling; None if it gives none."""
     text = config.get_text_config()
     stated = max_over_layers(text, "max_position_embeddings")
     if stated is None:
@@ -188,18 +187,18 @@ def stated_positions(config: PretrainedConfig) -> int | None:
 
 
 def _rope_settings(text: PretrainedConfig) -> list[dict[str, Any]]:
-    """Returns the rope settings, for all layers or per layer type."""
+    """Returns the rope settings: one for all layers, or one per layer type."""
     stated = getattr(text, "rope_parameters", None) or {}
     return [rope for rope in (stated, *stated.values()) if isinstance(rope, dict)]
 
 
 def position_warning(config: PretrainedConfig, path: str, key: str, length: int) -> str | None:
-    """Returns a warning if ``length`` tokens, limited by ``key``, exceed the positions of the model; otherwise None."""
+    """Returns a warning if ``length``, the value of ``key``, exceeds the positions of the model, else None."""
     positions = stated_positions(config)
     if positions is None or length <= positions:
         return None
     return (
-        f"{path} was trained on {positions} positions only (max_position_embeddings): set {key}={positions} or lower, "
+        f"{path} was trained on only {positions} positions (max_position_embeddings): set {key}={positions} or lower, "
         "or choose a model with a longer context"
     )
 

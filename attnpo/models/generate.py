@@ -1,8 +1,8 @@
-"""Generates answers with a causal LM through Hugging Face ``generate``, using only our own decoding settings.
+"""Generates answers with a causal LM through Hugging Face ``generate``, using only attnpo's own decoding settings.
 
-Of a folder's generation config only the end-of-sequence ids are used. Sampling inverts the cumulative distribution with
-one uniform number per prompt and step, derived from the seed and the prompt, so an answer does not depend on its batch.
-Presence and frequency penalties are subtracted from the logits first, as defined by vLLM and OpenAI's API.
+From the folder's generation config only the end-of-sequence ids are used. Sampling inverts the cumulative distribution
+with one uniform number per prompt and step, derived from the seed and the prompt, so an answer does not depend on its
+batch. Presence and frequency penalties are first subtracted from the logits, as in vLLM and OpenAI's API.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,7 +38,7 @@ from attnpo.text.chat import ChatFormat
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Token ids of a prompt, up to the start of the answer; ``draw``: index among several answers to one prompt."""
+    """Token ids of a prompt, up to the start of the answer; ``draw``: index among several answers to this prompt."""
 
     ids: Sequence[int]
     draw: int = 0
@@ -46,7 +46,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """Text of an answer without special tokens, its number of tokens, and whether the model ended it itself.
+    """Text of an answer without special tokens, its number of tokens, and whether the model ended the answer itself.
 
     ``tokens`` does not count the end token; an answer without one has ``max_new_tokens`` tokens.
     """
@@ -57,11 +57,11 @@ class GeneratedAnswer:
 
 
 class HFGenerator:
-    """Generator of answers to chat prompts with a Hugging Face causal LM.
+    """Generator that answers chat prompts with a Hugging Face causal LM.
 
     ``encode_prompt`` maps turns to token ids, up to the start of the answer. A batch has at most ``batch_size`` prompts
-    and ``token_budget`` tokens, including padding and room for answers, but at least one prompt. ``end_ids``: more ids
-    that end an answer.
+    and ``token_budget`` tokens, including padding and room for answers, but at least one prompt. ``end_ids``:
+    additional token ids that end an answer.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class HFGenerator:
         return [answers[index].text for index in range(len(requests))]
 
     def batches(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[list[int]]:
-        """Splits the indices of ``requests`` into batches, longest prompts first; UserError for an empty prompt."""
+        """Splits the indices of ``requests`` into batches, longest first; raises UserError for an empty prompt."""
         empty = [index for index, request in enumerate(requests) if not request.ids]
         if empty:
             raise UserError(f"prompt {empty[0]} has no tokens: check the chat template")
@@ -132,8 +132,8 @@ def generate_tokens(
 ) -> list[list[int]]:
     """Generates at most ``most`` token ids per request, up to and including the first id that ends an answer.
 
-    Runs in eval mode without gradient; torch's global random state is neither used nor changed. ``until``: ends answers
-    at a text.
+    Runs in eval mode without gradient; torch's global random state is neither used nor changed. ``until``: ends each
+    answer once it contains a given string.
     """
     ends = {*end_ids, *sampling.stop_ids}
     width = max(len(request.ids) for request in requests)
@@ -163,7 +163,10 @@ def generate_tokens(
 
 
 class StopAtText(StoppingCriteria):
-    """Stopping criterion: ends an answer once it contains ``text``; ``found``: its length then, by row of the batch."""
+    """Stopping criterion that ends an answer once it contains ``text``.
+
+    ``found``: for each ended row of the batch, the length of the answer in tokens.
+    """
 
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self.text, self.tokenizer = text, tokenizer
@@ -194,7 +197,7 @@ def decode_with_special_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence
 
 
 def batch_longest_first(lengths: Sequence[int], size: Callable[[int], int]) -> Iterator[list[int]]:
-    """Yields batches of indices of similar length, longest first; ``size`` gives the batch size for a length."""
+    """Yields indices in batches of similar length, longest first; ``size`` returns the batch size for a length."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     start = 0
     while start < len(order):
@@ -204,7 +207,7 @@ def batch_longest_first(lengths: Sequence[int], size: Callable[[int], int]) -> I
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """Returns the context length in a model's config, limited to its exact length; None if it is not given."""
+    """Returns the context length in a model's config, limited to the exact length; None if the config gives none."""
     exact = exact_length(config)
     if exact is not None:
         return exact[0]
@@ -213,7 +216,7 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 
 def max_sequence_length(path: str, revision: str | None, key: str, asked: int | None) -> int | None:
-    """Returns the maximum length of prompt and answer: ``asked``, set by ``key``, or the model's context length.
+    """Returns the maximum length of prompt plus answer: ``asked`` (the value of ``key``) or the model's context length.
 
     Raises ``UserError`` if ``asked`` exceeds the model's exact length.
     """
@@ -243,7 +246,7 @@ class RepetitionPenalties(LogitsProcessor):
 
 
 class _InverseSampling(LogitsProcessor):
-    """Logits processor that samples by inversion: keeps the token where the cumulative probability passes a uniform."""
+    """Logits processor that samples by inversion: keeps the token at which the cumulative probability passes a draw."""
 
     def __init__(self, uniforms: Float[Tensor, "rows steps"], width: int) -> None:
         self.uniforms, self.width = uniforms, width
@@ -260,7 +263,7 @@ class _InverseSampling(LogitsProcessor):
 def make_logits_processors(
     requests: Sequence[GenerationRequest], sampling: Sampling, width: int, device: torch.device
 ) -> LogitsProcessorList:
-    """Returns the processors that sample from logits: penalties, the library's warpers, then inversion.
+    """Returns the processors that sample from logits: penalties, transformers' warpers, then inversion.
 
     Greedy decoding uses the penalties only.
     """
@@ -288,14 +291,14 @@ def draw_uniforms(request: GenerationRequest, sampling: Sampling) -> Float[Tenso
 
 
 def padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> int:
-    """Returns the padding id: the tokenizer's, or an end id if the model has no embedding for it, or 0."""
+    """Returns the tokenizer's padding id; if the model has no embedding for it, an end id, or else 0."""
     rows, pad = token_rows(model.config), tokenizer.pad_token_id
     known = [index for index in ([] if pad is None else [int(pad)]) + sorted(end_ids) if rows is None or index < rows]
     return known[0] if known else 0
 
 
 def collect_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> frozenset[int]:
-    """Collects the ids that end an answer: those of the model's folder, the tokenizer's, and ``more``."""
+    """Collects the token ids that end an answer, from the model's folder, the tokenizer and ``more``."""
     ids = set(more) | _end_ids(model.generation_config)
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
@@ -303,7 +306,7 @@ def collect_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 
 def extra_end_ids(path: str | Path) -> dict[str, list[int]]:
-    """Returns, for a cache key, the EOS ids that generation_config.json adds to config.json; empty for a hub name."""
+    """Returns, for a cache key, EOS ids that generation_config.json has and config.json lacks; empty for a hub name."""
     if not (Path(path).expanduser() / GENERATION_CONFIG_NAME).is_file():
         return {}
     try:
@@ -321,7 +324,7 @@ def _end_ids(config: GenerationConfig | PretrainedConfig | None) -> set[int]:
 
 @contextmanager
 def replace_generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Replaces the folder's generation config, which would fill in unset values, by ``config`` inside the context."""
+    """Uses ``config`` inside the context, not the folder's generation config, which would fill in unset values."""
     folder = model.generation_config
     model.generation_config = config
     try:

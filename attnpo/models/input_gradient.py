@@ -1,7 +1,7 @@
 """Influence of each input token on a model's next token: the gradient of one logit at the input embeddings.
 
-The forward goes through ``ScoredLM``, so sharding, adapters and autocast apply. A hook captures the embeddings on their
-way into the backbone, and no parameter gets a gradient.
+The forward pass goes through ``ScoredLM``, so sharding, adapters and autocast apply. A hook captures the embeddings on
+their way into the backbone, and no parameter gets a gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +26,8 @@ def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
     """Returns the L1 norm of ``d (largest next-token logit of the row's last token) / d (input embedding)``, per token.
 
     This is TI-DPO's importance (latent-lm/TIDPO, ``gradient_attribution.py``): the policy runs in eval mode, and rows
-    are summed before the backward. The result is float32 (float64 for float64 models) and detached; no parameter gets a
-    gradient. With sharded weights every rank must call it.
+    are summed before the backward pass. The result is float32 (float64 for float64 models) and detached; no parameter
+    gets a gradient. With sharded weights every rank must call this function.
 
     Raises:
         UserError: rows are not right-padded, or the model's embeddings cannot be captured.
@@ -66,7 +66,7 @@ def _has_dropout(layer: nn.Module) -> bool:
 
 
 def prompt_lengths(rows: RowGroup) -> Int[Tensor, " rows"]:
-    """Returns the prompt's tokens of every row that ``models.layouts.padded`` laid out; else UserError."""
+    """Returns each row's number of prompt tokens; raises UserError unless the rows have the padded layout."""
     if rows.inputs is None:
         raise ValueError("the rows have no model inputs")
     inputs, mask = rows.inputs, rows.inputs.attention_mask
@@ -89,7 +89,7 @@ def prompt_lengths(rows: RowGroup) -> Int[Tensor, " rows"]:
 
 
 def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "..."]]:
-    """Returns next-token logits of each row's last token, and the embeddings they were computed from, as a leaf."""
+    """Returns the next-token logits at each row's last token, and their input embeddings as a leaf tensor."""
     assert inputs.attention_mask is not None
     count, width = inputs.input_ids.shape
     last = torch.arange(count, device=inputs.input_ids.device) * width + inputs.attention_mask.sum(-1) - 1
@@ -111,7 +111,7 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
     if len(embeddings) != 1 or embeddings[0].shape[:2] != inputs.input_ids.shape:
         raise UserError(
             f"{type(policy.model).__name__} looked up its input embeddings {len(embeddings)} times in one forward "
-            "instead of once for all tokens: weights=gradient does not support this model, choose another source"
+            "instead of once for all tokens, which weights=gradient does not support: choose another weight source"
         )
     if whole:  # the full model was called, because backbone and head do not reproduce its logits
         return whole[0].flatten(0, 1).index_select(0, last), embeddings[0]
@@ -124,13 +124,13 @@ def _embedding_module(policy: ScoredLM) -> nn.Module:
     except (AttributeError, NotImplementedError) as error:
         raise UserError(
             f"{type(policy.model).__name__} does not give access to its input embeddings, which weights=gradient "
-            "needs: choose another source"
+            "needs: choose another weight source"
         ) from error
 
 
 @contextmanager
 def _hook_output(module: nn.Module, see: Callable[[Output], Tensor | None]) -> Iterator[None]:
-    """Calls ``see`` with each output of ``module`` inside the context if gradients are on; ``see`` may replace it."""
+    """Calls ``see`` inside the context with each output of ``module``, which it may replace, if gradients are on."""
     handle = module.register_forward_hook(lambda _, __, made: see(made) if torch.is_grad_enabled() else None)
     try:
         yield
@@ -151,7 +151,7 @@ def _clone_inputs(rows: RowGroup) -> ModelInputs:
 def _split_prompt_response(
     scores: Float[Tensor, "rows T"], prompts: Int[Tensor, " rows"], rows: RowGroup
 ) -> InputGradient:
-    """Splits the token scores of a row into those of the response and the sum over the prompt."""
+    """Splits each row's token scores into the response's scores and the sum of the prompt's."""
     width = scores.shape[1]
     places = prompts[:, None] + torch.arange(rows.response_mask.shape[1], device=scores.device)
     response = scores.gather(1, places.clamp(max=width - 1))

@@ -1,7 +1,7 @@
-"""Cached digests of large files, stored next to the store, so that files are not hashed again on every start.
+"""Cached digests of large files, so that they are not hashed again on every start.
 
-A digest is valid only while path, device, inode, size and both times are unchanged; the change time (ctime) cannot be
-set by hand.
+The digests are stored next to the store of weights. A digest is valid only while path, device, inode, size, mtime and
+ctime are unchanged; ctime cannot be set by hand.
 """
 
 import logging
@@ -18,7 +18,7 @@ CHOICES = ("kept", "full")
 LARGE = 1 << 20
 """Minimum file size in bytes for a cached digest; smaller files are hashed quickly."""
 SETTLED = 2 * 10**9
-"""Nanoseconds after a change in which another write may leave the same times; such digests are not cached."""
+"""Nanoseconds after a change in which another write may leave the same times; digests taken then are not cached."""
 
 _known: dict[tuple[str | int, ...], str] = {}
 _places: list[tuple[Path, bool]] = []
@@ -30,7 +30,7 @@ def set_digest_folder(folder: Path, *, full: bool = False) -> None:
 
 
 def cached_digest(file: Path) -> str:
-    """Returns the SHA-256 of a file from the cache, or hashes it, at most once per process and file state."""
+    """Returns a file's SHA-256 from the cache, or hashes the file, at most once per process and file state."""
     facts = _file_facts(file)
     key = tuple(facts.values())
     if key not in _known:

@@ -1,4 +1,4 @@
-"""Layouts: arrange prompts and responses as model inputs, with the position that predicts each response token.
+"""Arranges prompts and responses as model inputs, with the position that predicts each response token.
 
 A layout returns ``ModelInputs`` with a ``predict_index``, the map from response space (rows x R) to the model's hidden
 states. All layouts give the same numbers up to rounding; ``trial`` finds out which ones a model supports.
@@ -23,7 +23,7 @@ Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
 class LayoutOutput(NamedTuple):
-    """Model inputs with the response tokens to score: ids and mask in response space."""
+    """Model inputs, and in response space the ids and mask of the response tokens to score."""
 
     inputs: ModelInputs
     response_ids: Int[Tensor, "rows R"]
@@ -39,8 +39,8 @@ def padded_layout(sequences: Sequences, pad_id: int) -> LayoutOutput:
 
     ``position_ids`` continue through the padding, so that no library mistakes it for a second packed sequence.
     ``predict_index[i, t]`` is the flat index (into batch*T) of the position before response token t. Outside the
-    ``response_mask`` it is 0 and ``response_ids`` holds ``pad_id``. Raises ``UserError`` for no sequences or an empty
-    prompt.
+    ``response_mask``, ``predict_index`` is 0 and ``response_ids`` is ``pad_id``. Raises ``UserError`` if there are no
+    sequences or a prompt is empty.
     """
     check_rows(sequences)
     input_ids, mask = right_pad([[*prompt, *response] for prompt, response in sequences], pad_id)
@@ -89,7 +89,7 @@ def check_rows(sequences: Sequences) -> None:
 
 
 def _pack_into_one_row(sequences: Sequences, pad_id: int, pairs: int) -> LayoutOutput:
-    """Packs all sequences into one row; unless ``pairs`` is 0, rows i and ``pairs``+i share an equal prompt."""
+    """Packs all sequences into one row; unless ``pairs`` is 0, rows i and ``pairs``+i share a common prompt."""
     check_rows(sequences)
     ids: list[int] = []
     positions: list[int] = []
@@ -139,7 +139,7 @@ def _log_unshared_prompts() -> None:
 
 
 def _predict_index(sequences: Sequences, before: Sequence[int], starts: Sequence[int]) -> Int[Tensor, "rows R"]:
-    """Returns the flat index of the state that predicts each token: ``before`` for the first, else the left one."""
+    """Returns the flat index of the state that predicts each token: ``before`` for the first, else the token before."""
     index = torch.zeros(len(sequences), max(len(response) for _, response in sequences), dtype=torch.long)
     for row, (_, response) in enumerate(sequences):
         count = len(response)

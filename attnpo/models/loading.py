@@ -1,4 +1,4 @@
-"""Loads causal language models and tokenizers with actionable errors, and digests their weights.
+"""Loads causal language models and tokenizers with actionable errors, and computes digests of weights.
 
 Models are loaded directly in their dtype and never cast: ``.to(bfloat16)`` would also round the rotary frequencies,
 which shifts positions by whole radians on long texts.
@@ -71,11 +71,12 @@ def load_model(
 
     ``reward``: load with a sequence classification head; ``fresh_head`` initialises one with a single output if the
     folder has none. ``quantize`` (nf4 or fp4) stores the blocks' linear layers in 4 bits, on ``device``.
-    ``attn_implementation="sdpa"`` falls back to eager if the class has no other. ``tried``: skip the causality check.
+    ``attn_implementation="sdpa"`` falls back to eager if the class has no other. ``tried``: the model is known to be
+    causal and is not checked again.
 
     Raises:
-        UserError: files are missing, incomplete, of the wrong shape or belong to an adapter; the hub is unreachable; or
-            the model is not causal.
+        UserError: files are missing, incomplete, of the wrong shape or an adapter's; the hub is unreachable; or the
+            model is not causal.
     """
     check_choice("dtype", dtype, list(DTYPES))
     source = _resolve_source(path, "model")
@@ -137,7 +138,7 @@ def _check_attention(path: str | Path, revision: str | None, attention: str) -> 
 
 
 def _quantization_kwargs(quantize: str, compute: torch.dtype, device: torch.device | str) -> dict[str, object]:
-    """Returns the library's arguments for 4-bit weights with double quantization (Dettmers et al. 2023)."""
+    """Returns transformers' arguments for 4-bit weights with double quantization (Dettmers et al. 2023)."""
     if find_spec("bitsandbytes") is None:
         raise UserError(
             f"model.quantize={quantize} needs the package bitsandbytes: pip install 'attnpo[qlora]', or set "
@@ -153,7 +154,7 @@ def _quantization_kwargs(quantize: str, compute: torch.dtype, device: torch.devi
 
 
 _Report = Mapping[str, Any]
-"""Loading info: names of missing and unexpected parameters; for mismatched ones the name and both shapes."""
+"""Loading info of transformers: names of missing and unexpected parameters; name and both shapes of mismatched ones."""
 
 
 def _check_loading_info(path: str | Path, model: PreTrainedModel, info: _Report, fresh_head: bool) -> None:
@@ -214,12 +215,12 @@ def num_layers(path: str | Path, revision: str | None = None) -> int:
     """
     depth = getattr(load_text_config(path, revision), "num_hidden_layers", None)
     if not isinstance(depth, int):
-        raise UserError(f"{path}: its config.json has no num_hidden_layers: choose a causal language model of text")
+        raise UserError(f"{path}: its config.json has no num_hidden_layers: choose a causal text model")
     return depth
 
 
 def num_heads(path: str | Path, revision: str | None = None) -> int:
-    """Returns the number of query heads per layer; ``UserError`` if layers differ or the config does not give it."""
+    """Returns the number of query heads per layer; raises ``UserError`` if it differs by layer or is not given."""
     return num_heads_from_config(load_text_config(path, revision), path)
 
 
@@ -245,12 +246,12 @@ def load_text_config(path: str | Path, revision: str | None) -> PretrainedConfig
 
 
 def inspect_model(path: str | Path, revision: str | None = None) -> ModelDescription:
-    """Describes a model's class and attention by its config; ``UserError`` if it is not a causal LM."""
+    """Describes a model's class and attention from its config; raises ``UserError`` if it is not a causal LM."""
     return describe_model(load_config(path, revision))
 
 
 def load_config(path: str | Path, revision: str | None = None) -> PretrainedConfig:
-    """Loads a model's config without its weights; ``UserError`` if it cannot be read."""
+    """Loads a model's config without the weights; raises ``UserError`` if the config cannot be read."""
     source = _resolve_source(path, "model")
     if isinstance(source, Path):
         _check_config(source)
@@ -297,7 +298,7 @@ def _resolve_source(path: str | Path, what: str) -> Path | str:
 
 
 def _check_no_adapter(source: Path | str, revision: str | None = None) -> None:
-    """Raises ``UserError`` for a folder or hub name with an adapter, which the library would apply silently."""
+    """Raises ``UserError`` for a folder or hub name with an adapter, which transformers would apply silently."""
     with _wrap_loading_errors("config of the model", source, revision):
         found = find_adapter_config_file(str(source), revision=revision or "main")
     if found is None:
@@ -310,7 +311,7 @@ def _check_no_adapter(source: Path | str, revision: str | None = None) -> None:
         )
     raise UserError(
         f"{source} contains an adapter (adapter_config.json), which would be applied to the weights next to it, even "
-        "if it is already merged into them: delete adapter_config.json and adapter_model.* to load those weights "
+        "if those weights already contain it: delete adapter_config.json and adapter_model.* to load those weights "
         f"unchanged, or {merged}"
     )
 
@@ -344,8 +345,8 @@ def _check_folder(folder: Path) -> None:
             shards = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{folder}: {index.name} is not a list of weight files ({error!r}): the folder is incomplete, "
-                "copy it again"
+                f"{folder}: {index.name} is not a list of weight files ({error!r}), so the folder is "
+                "incomplete: copy it again"
             ) from error
         absent = sorted(shards - {file.name for file in folder.iterdir()})
         if absent:
@@ -362,7 +363,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _wrap_loading_errors(what: str, path: str | Path, revision: str | None) -> Iterator[None]:
-    """Turns errors of transformers inside the context into ``UserError`` and silences its logging."""
+    """Turns errors of transformers inside the context into ``UserError`` and silences the library's logging."""
     local = Path(path).expanduser().is_dir()
     level = library.get_verbosity()
     library.set_verbosity(logging.CRITICAL)  # transformers logs tables of keys; we report the problems ourselves
@@ -397,7 +398,7 @@ def _describe_load_error(what: str, path: str | Path, revision: str | None, erro
 
 
 def load_chat(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
-    """Loads a model's chat format; returns it after the model settings with template files replaced by their texts."""
+    """Loads a model's chat format; returns the settings, with template texts instead of file names, and the format."""
     model = replace(
         model,
         chat_template=read_template(model.chat_template),

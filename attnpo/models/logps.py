@@ -125,7 +125,7 @@ def token_statistics(
 
     Gradients flow to ``hidden`` and the head, but not to the second model in ``other`` (hidden states and head).
     ``chunk`` is the number of tokens per chunk (half of it for joint statistics); it affects only memory. Under
-    autocast the projection runs in its dtype. Raises ``UserError`` for joint statistics without ``other``.
+    autocast the projection runs in the autocast dtype. Raises ``UserError`` for joint statistics without ``other``.
     """
     names = ["logps", *(f"vocab:{name}" for name in vocab), *(f"joint:{name}" for name in joint)]
     statistics = [STATISTICS[name] for name in names[1:]]
@@ -151,7 +151,7 @@ def statistics_from_logits(
     joint: Sequence[str] = (),
     other: Float[Tensor, "N vocab"] | None = None,
 ) -> dict[str, Float[Tensor, " N"]]:
-    """Computes the same statistics from full logits with ordinary autograd, for models without a plain head."""
+    """Computes the statistics of ``token_statistics`` from full logits with autograd, if the head is not plain."""
     logp = torch.log_softmax(logits.to(_accumulation_dtype(logits.dtype)), -1)
     second = None if other is None else torch.log_softmax(other.detach().to(logp.dtype), -1)
     distributions = Distributions(logp, logp.exp(), second, labels)
@@ -342,7 +342,7 @@ def _fill_logit_gradient(
     normalisers: Tensor,
     plan: _ChunkPlan,
 ) -> None:
-    """Replaces the final logits of a chunk by their gradient before cap and scale; overwrites the other logits too."""
+    """Replaces a chunk's final logits with the gradient before cap and scale; overwrites the other logits too."""
     for part in _slices(len(logits), plan.part):
         mine, softcap = logits[part], plan.model.softcap
         slope = None if softcap is None else mine.div(softcap).square_().neg_().add_(1)  # 1 - (y / cap)^2

@@ -1,4 +1,4 @@
-"""Low-rank adapters on a causal LM: adds them, merges them into plain weights, and disables them for the reference.
+"""Adds low-rank adapters to a causal LM, merges them into plain weights, and disables them for the reference.
 
 The adapter layers are peft's, injected in place, so the model keeps its class, its parts and its vocabulary head. peft
 is imported only here, and only if a model has or gets adapters.
@@ -52,7 +52,9 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
     if has_adapters(model):
-        raise UserError("model.lora: the model already has an adapter: merge it, and give the merged folder")
+        raise UserError(
+            "model.lora: the model already has an adapter: merge the adapter, and set model.path to the merged folder"
+        )
     targets = target_names(model, spec)
     transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in targets)
     model.add_adapter(
@@ -83,9 +85,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass
 class MergeRounding:
-    """Rounding loss of the adapters' update on merging, summed over all adapted weights.
+    """Part of the adapters' update that rounding loses on merging, summed over all adapted weights.
 
-    ``update``, ``lost``: squared norms; ``unchanged``: number of the ``weights`` that equal the base's in that dtype.
+    ``update``, ``lost``: squared norms of the update and of its lost part. ``unchanged``: how many of the ``weights``
+    equal those of the base after rounding to ``dtype``.
     """
 
     base: str
@@ -119,7 +122,7 @@ class MergeRounding:
 
     @property
     def unchanged_share(self) -> float:
-        """Returns the share of the adapted weights that equal the base's."""
+        """Returns the share of the adapted weights that equal those of the base."""
         return self.unchanged / max(1, self.weights)
 
     def to_json(self) -> dict[str, Json]:
@@ -185,7 +188,7 @@ def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
 def write_adapter(
     model: PreTrainedModel, state: Mapping[str, Tensor], folder: Path, base: str | None, revision: str | None
 ) -> None:
-    """Writes ``adapter_state`` in peft's format (``PeftModel.from_pretrained``), with the name of the base."""
+    """Writes ``adapter_state`` and the name of the base in the format that ``PeftModel.from_pretrained`` loads."""
     config = cast("LoraConfig", copy.deepcopy(model.peft_config[ADAPTER]))
     config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
     config.target_modules = sorted(config.target_modules or ())  # peft keeps a set: the file would differ each time
@@ -253,7 +256,7 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _adapter_layers(model: nn.Module) -> "dict[str, LoraLayer]":
-    """Returns all modules with an adapter by name; peft is imported only if there can be one."""
+    """Returns all modules with an adapter by name; peft is imported only if the model can have one."""
     if not has_adapters(model):
         return {}
     from peft.tuners.lora import LoraLayer
@@ -266,7 +269,10 @@ def _linear_modules(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
 
 
 def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
-    """Returns the full names of the linear modules that get an adapter; ``UserError`` for a target without a match."""
+    """Returns the full names of the linear modules that get an adapter.
+
+    Raises ``UserError`` for a target without a match.
+    """
     head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     linear, refused = _linear_modules(model), unadaptable_names(model)
     allowed = [name for name, part in linear.items() if part is not head and name.rpartition(".")[2] not in refused]
@@ -356,7 +362,7 @@ def _is_target(name: str, target: str) -> bool:
 
 
 def parent_paths(name: str) -> Iterator[str]:
-    """Yields the paths of all modules that contain a tensor, the longest first."""
+    """Yields the paths of all modules that contain the tensor ``name``, the longest first."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
@@ -369,7 +375,7 @@ def _dequantize(weight: nn.Parameter) -> Tensor:
 
 
 def _merge_weight(base: Tensor, layer: "LoraLayer", dtype: torch.dtype, rounding: MergeRounding | None) -> Tensor:
-    """Adds the adapter's product to the weight in at least float32 and rounds once to ``dtype``."""
+    """Adds the product of the adapter matrices to the weight in at least float32, and rounds once to ``dtype``."""
     total = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
     for adapter in layer.active_adapters:
         maps = (layer.lora_A[adapter], layer.lora_B[adapter])

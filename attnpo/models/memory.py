@@ -26,7 +26,7 @@ ROUND, MOST = 256, 32768  # step and maximum of token budgets; the maximum satur
 FP32, BF16 = 4, 2
 PROJECTIONS = 7  # of a block, each with an adapter
 REPEATS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
-"""True if the kernel for packed rows needs, and then saves, keys and values repeated to the number of query heads."""
+"""True if the kernel for packed rows needs keys and values repeated for every query head, and saves the copies."""
 FOUR_BITS = 0.5 + 1 / 64 + FP32 / (64 * 256)  # one scale byte per 64 numbers, and four bytes per 256 scales
 
 # Moments of possible peaks: the reference's forward, the backward of the vocabulary head, the backward of a block, the
@@ -62,7 +62,7 @@ class ModelShape:
 
     @classmethod
     def from_model_config(cls, config: PretrainedConfig, lora: LoraSpec | None = None) -> "ModelShape":
-        """Builds the shape of the causal LM of ``config`` from its widest layers; UserError if it is not one."""
+        """Builds the shape from a causal LM's widest layers; raises UserError if ``config`` is of another model."""
         model = build_on_meta(config)
         stack = layer_stack(backbone_of(model))
         text = config.get_text_config()
@@ -97,14 +97,17 @@ def count_adapter_parameters(model: PreTrainedModel, lora: LoraSpec) -> int:
 
 
 def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> tuple[int, int]:
-    """Counts the parameters of the causal LM of ``config``, and those added by LoRA; UserError if it is not one."""
+    """Counts a causal LM's parameters, and those that LoRA adds; raises UserError if ``config`` is of another model."""
     model = build_on_meta(config)
     return parameter_count(model), 0 if lora is None else count_adapter_parameters(model, lora)
 
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Row of the memory table: bytes per device, how they were computed, and at which moments (() means always)."""
+    """Row of the memory table: bytes per device, how they were computed, and at which moments they are in use.
+
+    ``moments``: () means always.
+    """
 
     name: str
     size: int
@@ -117,7 +120,7 @@ class MemoryRow:
 
     @property
     def described_moments(self) -> str:
-        """Describes the moments briefly."""
+        """Describes the moments of the row briefly."""
         if set(self.moments) >= set(STEP):
             return ", ".join(["forward and backward", *(one for one in self.moments if one not in STEP)])
         return ", ".join(self.moments) or "always"
@@ -155,7 +158,7 @@ class MemoryEstimate:
     def lines(self, capacity: int | None = None, others: "Mapping[str, MemoryEstimate] | None" = None) -> list[str]:
         """Formats the table for the log, in GiB (MiB for small models), and states whether the total fits ``capacity``.
 
-        ``others``: estimates for other options; those that fit are suggested if this one does not.
+        ``others``: estimates for other options, which are suggested if they fit and this one does not.
         """
         where = "" if self.devices == 1 else f", each of {self.devices} devices"
         width = max(len(row.name) for row in (*self.rows, MemoryRow("total", 0, "")))
@@ -177,7 +180,7 @@ class MemoryEstimate:
 
 
 def activation_bytes_per_token(shape: ModelShape, compute: int, stream: int) -> int:
-    """Returns the bytes per token that one block saves for its backward.
+    """Returns the bytes per token that one block saves for its backward pass.
 
     ``compute`` and ``stream``: bytes per number in matrix products and on the residual stream; autocast copies a
     float32 stream for each projection. Frozen weights save no input.
@@ -198,7 +201,7 @@ def compiled_bytes_per_token(shape: ModelShape, compute: int, stream: int) -> in
 
 
 def adapter_bytes_per_token(shape: ModelShape, compute: int) -> int:
-    """Returns the bytes per token that a block's adapters save, including another copy of attention's output."""
+    """Returns the bytes per token that a block's adapters save, including another copy of the attention output."""
     copied = shape.queries if compute == BF16 else 0
     return compute * (PROJECTIONS * shape.rank + copied) if shape.rank else 0
 
@@ -258,7 +261,7 @@ def estimate_training(
         MemoryRow(
             "gathered weights", gathered, f"embeddings and head, two blocks x {weight} B, whole", (*STEP, FORWARD)
         ),
-        MemoryRow("gathered gradients", gathered * whole, "of the same, before they are scattered", (BLOCK,)),
+        MemoryRow("gathered gradients", gathered * whole, "of the gathered weights, before scattering", (BLOCK,)),
         MemoryRow(
             "reference", copied * step.weight_bytes // sharded, f"a frozen copy in the format of the weights{over}"
         ),
@@ -272,7 +275,7 @@ def estimate_training(
         MemoryRow(
             "compiled block's gradients",
             of_block * (step.compiled and sharded == 1),
-            "of its weights, all at once at the end of its backward",
+            "of the block's weights, all at once at the end of the block's backward",
             (BLOCK,),
         ),
         _head_row(step, chunk, trained=whole),
@@ -280,7 +283,7 @@ def estimate_training(
         MemoryRow(
             "moments unpacked",
             3 * FP32 * shape.largest // sharded * (moments != "float32"),
-            "of the largest tensor, float32",
+            "of the largest tensor, in float32",
             (UPDATE,),
         ),
         MemoryRow(
@@ -324,7 +327,7 @@ def estimate_pass(
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """Micro-batch for the estimate: model shape, bytes per weight and per product, tokens, recomputed blocks."""
+    """Micro-batch for the estimate: model shape, bytes per weight and per product entry, tokens, recomputed blocks."""
 
     shape: ModelShape
     weight: int
@@ -405,7 +408,7 @@ def _step_rows(step: _MicroBatch) -> list[MemoryRow]:
     kept = whole * each + step.recomputed * stream * shape.hidden + outside
     how = f"{tokens:,} tokens x {kept / MIB:.2f} MiB"
     if step.recomputed:
-        how += " (checkpointing: the input of each block)" if not whole else f" (of {step.recomputed} blocks the input)"
+        how += f" (checkpointing: only the inputs of {step.recomputed if whole else 'all'} blocks)"
     rows = [MemoryRow("activations", tokens * kept, how, STEP)]
     # The backward starts at the last block, which frees its saved activations before another block is recomputed.
     if step.last_recomputed:
@@ -421,7 +424,7 @@ def _step_rows(step: _MicroBatch) -> list[MemoryRow]:
 
 
 def _head_row(step: _MicroBatch, chunk: int, *, trained: bool) -> MemoryRow:
-    """Estimates the vocabulary head's backward: a chunk of logits, the head's gradient, hidden states and gradients."""
+    """Estimates the backward of the vocabulary head: a chunk of logits, head gradient, hidden states and gradients."""
     shape = step.shape
     matrix = shape.vocab * shape.hidden
     size = _logit_bytes(shape, chunk, step.compute) + step.tokens * 3 * FP32 * shape.hidden
@@ -434,12 +437,12 @@ def _head_row(step: _MicroBatch, chunk: int, *, trained: bool) -> MemoryRow:
 
 
 def _forward_bytes(step: _MicroBatch, tokens: int) -> int:
-    """Returns the bytes of a forward without gradients: the MLP of one block, with copies of its widest weight."""
+    """Returns the bytes of a forward without gradients: one block's MLP and autocast's copy of the widest weight."""
     shape = step.shape
     copy = step.compute * shape.hidden * shape.inner if step.has_weight_copies and not step.quantized else 0
     return tokens * (3 * step.compute * shape.inner + (2 * step.weight + step.compute) * shape.hidden) + copy
 
 
 def _logit_bytes(shape: ModelShape, chunk: int, compute: int) -> int:
-    """Returns the bytes of one chunk of logits, in float32 and in a shorter dtype."""
+    """Returns the bytes of one chunk of logits, which exists in float32 and also in a shorter compute dtype."""
     return chunk * shape.vocab * (FP32 + (compute if compute < FP32 else 0))

@@ -6,8 +6,8 @@ variable-length kernel if that kernel supports the layer's mask. Otherwise segme
 padded calls of torch's fused kernel. Windows and chunks follow the mask function that transformers gives for the layer.
 Soft-caps and attention sinks use a plain softmax. Results equal those of a padded batch up to rounding.
 
-The plan is passed in the keyword arguments of the forward and the mask function in place of the mask, so a recomputing
-backward has both. Calls without a plan use the model's original attention.
+The plan is a keyword argument of the forward, and the mask function takes the place of the mask. A backward that
+recomputes activations therefore has both. Calls without a plan use the model's original attention.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +31,7 @@ PLAN = "segment_plan"  # keyword argument that carries the plan
 
 # transformers treats names that contain "sdpa", "eager" or "flash" specially; these must not contain them.
 NAMES = {"sdpa": "attnpo_segments", "eager": "attnpo_segments_plain"}
-"""Names by original attention implementation; calls without a plan still use that kernel, or a plain softmax."""
+"""Names by original implementation, whose kernel (or a plain softmax) still runs calls without a plan."""
 
 WASTE = 1.3  # maximum ratio of padded to needed entries in a kernel call,
 SMALL = 1 << 13  # or maximum number of extra entries, which cost less than another call
@@ -40,7 +40,7 @@ FAR = 1 << 40  # position of padding keys, after every query
 HALF = (torch.float16, torch.bfloat16)
 """Dtypes supported by the variable-length kernel."""
 WIDEST, WIDTHS = 256, 8
-"""Maximum head width of that kernel, and the number it must be a multiple of."""
+"""Maximum head width of the variable-length kernel, and the number that head widths must be a multiple of."""
 
 HOST = torch.device("cpu")
 _Attention = Callable[..., tuple[Tensor, None]]
@@ -51,8 +51,8 @@ _WITHOUT_PLAN: _Attention = sdpa_attention_forward
 class Bucket:
     """Segments of similar size as one padded call of n sequences.
 
-    ``queries``, ``keys``: indices into the row; ``query_at``, ``key_at``: positions within the branch (padding keys
-    come after every query); ``shared``: minimum and maximum prefix length.
+    ``queries``, ``keys``: indices into the row; ``query_at``, ``key_at``: positions within the branch (those of padding
+    keys come after every query); ``shared``: minimum and maximum prefix length.
     """
 
     queries: Int[Tensor, "n q"]
@@ -94,8 +94,8 @@ class VarlenRow:
 class SegmentPlan:
     """Plan of the branches in a row, built on the CPU for a row on ``device``; kernel inputs are built on first use.
 
-    ``alone``: start, length and number of preceding tokens of the part that belongs to one branch only. ``branches``:
-    indices of all tokens of a branch; padding repeats one.
+    ``alone``: per branch, the part that belongs to no other branch: its start, length and number of preceding tokens.
+    ``branches``: per branch, the indices of all its tokens; padding repeats one.
     """
 
     alone: Int[Tensor, "n 3"]
@@ -106,7 +106,7 @@ class SegmentPlan:
     def from_segments(
         cls, segments: Int[Tensor, "segments 4"], length: int, device: torch.device = HOST
     ) -> "SegmentPlan":
-        """Creates the plan of a row of ``length`` tokens; ValueError unless the segments cover the row exactly once."""
+        """Creates a row's plan; raises ValueError unless the segments cover its ``length`` tokens exactly once."""
         lines = segments[segments[:, 1] > 0]
         start, count, prefix, shared = lines.t()[:, :, None]
         seen = shared + count
@@ -120,17 +120,17 @@ class SegmentPlan:
     ) -> "SegmentPlan":
         """Creates the plan of n branches in a row of ``length`` tokens; each has at least one token of its own.
 
-        Raises ``ValueError`` unless these tokens cover the row exactly once.
+        Raises ``ValueError`` unless the branches' own tokens cover the row exactly once.
         """
         start, count = alone[alone[:, 0].argsort(), :2].t()
         covered = int(count.sum())
         if covered != length or not torch.equal(start, count.cumsum(0) - count):
-            raise ValueError(f"the segments hold {covered} tokens and do not cover the row's {length} exactly once")
+            raise ValueError(f"segments of {covered} tokens in total do not cover the row's {length} exactly once")
         return cls(alone, branches, device)
 
     @cached_property
     def bucket_layout(self) -> tuple[tuple[Bucket, ...], Int[Tensor, " N"]]:
-        """Groups segments into buckets that hold every token once; also returns the index of each token's output."""
+        """Groups segments into buckets that contain every token once; also returns the index of each token's output."""
         back = torch.empty(int(self.alone[:, 1].sum()), dtype=torch.long)
         buckets, offset = [], 0
         for members in _group_by_size([_Segment(row, *line) for row, line in enumerate(self.alone.tolist())]):
@@ -174,7 +174,7 @@ class SegmentPlan:
         scale: float,
         window: Callable[[int], tuple[int, int] | None],
     ) -> Tensor | None:
-        """Computes attention [1 N H d] of a row [1 H N d] in one kernel call; None if the kernel cannot."""
+        """Computes attention [1 N H d] of a row [1 H N d] in one kernel call; None if the kernel cannot compute it."""
         kind, width, parts = query.device.type, query.shape[-1], [query, key, value]
         if (varlen := self.varlen) is None:
             return None
@@ -234,7 +234,7 @@ def find_kernel(device: torch.device) -> Callable[..., object] | None:
 def describe_window(
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], local: int | None, longest: int
 ) -> tuple[int, int] | None:
-    """Describes a causal mask as a window (keys before, keys after) of a query, -1 for all; None if it is not one.
+    """Describes a causal mask as a query's window (keys before, keys after; -1: all); None if it is not a window.
 
     ``function``: mask function of (batch, head, query, key) positions; ``local``: maximum number of visible keys;
     ``longest``: longest sequence in tokens.
@@ -255,7 +255,7 @@ def describe_window(
 def sequence_boundaries(segments: Int[Tensor, "segments 4"], device: torch.device = HOST) -> dict[str, Tensor]:
     """Returns the sequence boundaries of a row as transformers' keyword arguments; empty if a prefix is shared.
 
-    Needed by layers with a state along the row (convolutions, linear attention).
+    Layers with a state along the row (convolutions, linear attention) need them.
     """
     lines = segments[segments[:, 1] > 0]
     if bool((lines[:, 3] > 0).any()):
@@ -268,7 +268,7 @@ def sequence_boundaries(segments: Int[Tensor, "segments 4"], device: torch.devic
 
 
 BucketAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Function from (bucket number, queries [n H q d], keys, values [n KV k d]) to the attention output [n H q d]."""
+"""Function from (bucket index, queries [n H q d], keys, values [n KV k d]) to the attention output [n H q d]."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ def check_whole_mask(rule: AnyRule, index: object) -> AnyRule:
     """Returns ``rule`` if ``index`` selects the whole mask; raises ``UserError`` if it selects a part."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(not isinstance(part, slice) or part.start or part.stop is not None or part.step for part in parts):
-        raise UserError("its own code slices the mask, like sparse attention that selects its keys itself")
+        raise UserError("its own code slices the mask, as sparse attention does to select keys")
     return rule
 
 
@@ -372,7 +372,7 @@ class SegmentMask:
         return bool(self.described.get("allow_is_causal_skip", True)) and (local is None or longest <= local)
 
     def window(self, longest: int) -> tuple[int, int] | None:
-        """Describes the mask as a window for sequences of at most ``longest`` tokens, cached; None if it is not one."""
+        """Returns the mask as a window (cached) for sequences of at most ``longest`` tokens; None if it is not one."""
         if self._window is None:
             told = self.described
             plain = told.get("allow_is_causal_skip", True) and not told.get("use_vmap", False)
@@ -380,7 +380,7 @@ class SegmentMask:
         return self._window[0]
 
     def bucket_mask(self, plan: SegmentPlan, index: int, dtype: torch.dtype, *, skip: bool) -> Tensor | None:
-        """Returns the additive mask of a bucket [n 1 q k] in ``dtype``: 0 or -inf; None if causal and ``skip``.
+        """Returns the additive mask of a bucket [n 1 q k] in ``dtype``: 0 or -inf; None for a causal one with ``skip``.
 
         Evaluated at positions within a branch. Raises ``UserError`` if the mask is not a plain function of positions.
         """

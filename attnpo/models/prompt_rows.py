@@ -46,8 +46,8 @@ def sort_by_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
 def row_batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:
     """Yields batches of indices, in order, whose rows have at most ``budget`` tokens (but at least one prompt).
 
-    The two rounds of a pair share a long beginning and stay in one batch if they fit. The padded index of a batch is
-    limited to twice the budget.
+    The two rounds of a pair share a long beginning and stay in one batch if they fit. The padded ``branches`` of a
+    batch have at most twice the budget of entries.
     """
     order = sort_by_prefix(prompts)
     lengths = [len(prompts[index]) for index in order]

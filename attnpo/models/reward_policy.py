@@ -1,7 +1,7 @@
-"""Reward model as a policy: its rewards take the place of log-probabilities, so that it can be trained like one.
+"""Reward model as a policy: its rewards take the place of log-probabilities, so that objectives can train it.
 
 The reward is placed on the last token of each row and all other tokens get 0, so the sum over a response is its reward;
-CPO's margin of sums at beta 1 is then the Bradley-Terry loss.
+at beta 1, CPO's loss of the margin is then the Bradley-Terry loss.
 """
 
 from collections.abc import Collection, Sequence
@@ -35,7 +35,7 @@ class RewardPolicy(ScoredLM):
         """Raises UserError, because a reward model has no vocabulary head."""
         raise UserError(
             f"{type(self.model).__name__} is a reward model and has no distribution over tokens: set model.reward="
-            "false, or choose an objective that needs none"
+            "false, or choose an objective that does not need one"
         )
 
     def forward(
@@ -92,7 +92,11 @@ def _reward_head(model: PreTrainedModel) -> nn.Linear:
 
 @torch.no_grad()
 def _check_plain_head(model: PreTrainedModel, head: nn.Linear) -> None:
-    """Checks on one row that the model's reward is ``head`` applied to the last token's final state; else UserError."""
+    """Checks on one row that the model's reward is ``head`` applied to the last token's final state.
+
+    Raises:
+        UserError: it is not.
+    """
     ids = torch.arange(3, 9, device=head.weight.device)[None]
     pad, model.config.pad_token_id = model.config.pad_token_id, None  # one row, of which every token counts
     try:

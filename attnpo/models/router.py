@@ -25,7 +25,7 @@ RECORD = {"output_router_logits": True}
 def check_router(model: PreTrainedModel) -> None:
     """Raises ``UserError`` if the model has no routers or defines no load-balancing loss."""
     what, config = type(model).__name__, model.config.get_text_config()
-    asked = f"model.{COEFFICIENT}: expected a mixture of experts with a load-balancing loss, and {what}"
+    asked = f"model.{COEFFICIENT}: expected a mixture of experts with a load-balancing loss, but {what}"
     for name in (COEFFICIENT, CHOSEN):
         if getattr(config, name, None) is None:
             raise UserError(f"{asked} has no {name} in its config; set model.{COEFFICIENT}=0")
@@ -42,7 +42,7 @@ def log_unused_coefficient(model: PreTrainedModel) -> None:
     """Logs that the load-balancing coefficient in a model's config is not used, if the config has one."""
     config = model.config.get_text_config()
     if (own := getattr(config, COEFFICIENT, None)) and getattr(config, CHOSEN, None):
-        told = "model.%s=0: the load-balancing loss is off, although the config of %s sets its coefficient to %g"
+        told = "model.%s=0: the load-balancing loss is off, although the config of %s sets a coefficient of %g"
         log.info(told, COEFFICIENT, type(model).__name__, own)
 
 
@@ -80,11 +80,12 @@ def sequence_token_mask(inputs: ModelInputs) -> Bool[Tensor, "rows tokens"]:
 
 
 def load_balancing_loss(routing: Float[Tensor, "rows 2 experts"]) -> Float[Tensor, " pairs"]:
-    """Computes the load-balancing loss of each pair's two sequences; an even load gives the experts per token.
+    """Computes the load-balancing loss of each pair's two sequences.
 
     Equations 4 to 6 of Switch Transformer (https://huggingface.co/papers/2101.03961) as in
-    ``load_balancing_loss_func``: experts x sum of (share of tokens that chose it) x (mean probability of it), over a
-    pair's tokens and all layers.
+    ``load_balancing_loss_func``: the number of experts times the sum over experts of (share of tokens that chose the
+    expert) x (mean probability of the expert), over a pair's tokens and all layers. An even load gives the number of
+    experts per token.
     """
     pairs = len(routing) // 2
     counts, sums = (routing[:pairs] + routing[pairs:]).unbind(1)

@@ -38,7 +38,7 @@ class ScoredLM(nn.Module):
     """Hugging Face causal LM whose forward returns ``TokenStats``.
 
     ``chunk``: tokens per pass through the vocabulary head; it affects only memory. A first run on four tokens checks
-    that backbone and head reproduce the model's logits; otherwise its full logits are used.
+    that backbone and head reproduce the model's logits; if not, the model's full logits are used.
     """
 
     def __init__(self, model: nn.Module, *, chunk: int = 1024) -> None:
@@ -55,7 +55,10 @@ class ScoredLM(nn.Module):
         self._split, self._first = has_exact_parts(self.model), first_position(self.model)
 
     def head(self) -> LMHead:
-        """Returns the vocabulary head, to pass as ``other`` to another model; ``UserError`` if it is not linear."""
+        """Returns the vocabulary head, to pass as ``other`` to another model.
+
+        Raises ``UserError`` if the head is not linear.
+        """
         parts = None if self._split is False else find_parts(self.model)
         if parts is None:
             raise UserError(
@@ -72,12 +75,12 @@ class ScoredLM(nn.Module):
         requests: Collection[str] = frozenset({"logps"}),
         other: tuple[Float[Tensor, "rows R e"], LMHead] | None = None,
     ) -> TokenStats:
-        """Computes statistics of every response token; positions outside the mask hold 0 and pass no gradient.
+        """Computes statistics of every response token; positions outside the mask are 0 and pass no gradient.
 
         ``requests``: "logps" (always returned), "hidden", "router", or names of ``STATISTICS``; joint statistics need
         ``other`` (the second model's hidden states in response space and its head). Inputs with segments permanently
-        switch the model's attention. Raises ``UserError`` for an unknown request, a missing ``other``, or segments that
-        the model does not support.
+        switch the model to segment attention. Raises ``UserError`` for an unknown request, a missing ``other``, or
+        segments that the model does not support.
         """
         vocab, joint = _split_requests(requests, other is not None)
         keep = torch.where(response_mask) if inputs.scored is None else inputs.scored.unbind(1)
@@ -138,5 +141,5 @@ def _split_requests(requests: Collection[str], has_other: bool) -> tuple[list[st
 
 
 def _scatter_rows(values: Tensor, keep: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-    """Scatters values [N ...] of the kept (row, position) into zeros of response space [rows R ...]; never a view."""
+    """Writes values [N ...] of the kept (row, position) into a new tensor of zeros [rows R ...] in response space."""
     return values.new_zeros((*shape, *values.shape[1:])).index_put(keep, values)

@@ -132,7 +132,7 @@ class ModelSpec:
         return COMPILER, "on a CUDA device"
 
     def memory_choices(self) -> list["ModelSpec"]:
-        """Lists the possible settings for every ``auto``, from the fastest to the one of least memory."""
+        """Lists the settings that can replace ``auto``, from the fastest to the one that needs the least memory."""
         blocks = (False, True) if self.gradient_checkpointing == AUTO else (self.gradient_checkpointing,)
         chunks = CHUNKS if self.logps_chunk == AUTO else (self.logps_chunk,)
         return [

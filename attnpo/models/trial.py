@@ -1,8 +1,8 @@
-"""Checks on a few dozen tokens whether a model gives the same numbers in packed rows, next to padding, and for judges.
+"""Checks on a few dozen tokens whether a model gives the same numbers in packed rows and next to padding.
 
-Isolation of sequences is checked bit by bit: changing tokens of other sequences must not change anything. Positions and
-windows are checked in float32, on the model or on a few layers like its own with seeded random weights. Rounding errors
-of lower precisions are logged, but decide nothing.
+Isolation of sequences is checked bit by bit: changing the tokens of other sequences must not change any bit. Positions
+and windows are checked in float32, on the model or on a few layers like its own with seeded random weights. Rounding
+errors of lower precisions are logged, but decide nothing. The judge uses some of the checks.
 """
 
 import itertools
@@ -30,14 +30,17 @@ VERSION = 1
 """Version of the checks; a change invalidates cached layouts."""
 
 EXACT = (torch.float32, torch.float64)
-"""Dtypes in which numbers from two paths can be compared by their difference."""
+"""Dtypes precise enough to compare the results of two computations by their difference."""
 
 LOW_PRECISION_SLACK = 10
-"""Factor by which two bfloat16 kernels may differ more than a matrix product of the head (``probe_bound``)."""
+"""Factor by which the difference of two bfloat16 kernels may exceed the bound for a product with the head.
+
+That bound is ``probe_bound``.
+"""
 
 
 class BlockRecorder:
-    """Recorder of the current block of a forward, counted from 1, and of each block's output."""
+    """Recorder of the block in which a forward pass is, counted from 1, and of each block's output."""
 
     def __init__(self, backbone: nn.Module) -> None:
         self.blocks = layer_stack(backbone)
@@ -67,7 +70,7 @@ class BlockRecorder:
 
 
 def is_different(actual: Tensor, expected: Tensor) -> bool:
-    """Returns whether numbers differ by more than two kernels may differ, which is a lot in low precision."""
+    """Returns whether numbers differ by more than two kernels may; the bound is wide in low precision."""
     slack = 1 if expected.dtype in (torch.float32, torch.float64) else LOW_PRECISION_SLACK
     return not float((actual - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
 
@@ -87,7 +90,7 @@ def probe_prompts(words: int, kept: int | None = None) -> list[list[int]]:
 
 
 def right_pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pads prompts on the right; returns ids [batch T] and last positions [batch]. Padding is id 0, never read."""
+    """Pads prompts on the right with id 0, which is never read; returns ids [batch T] and last positions [batch]."""
     ids, mask = right_pad(prompts, 0)
     return ids.to(device), (mask.sum(1) - 1).to(device)
 
@@ -99,24 +102,23 @@ def right_pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device) ->
 def check_causal(model: PreTrainedModel, path: str) -> None:
     """Checks on six tokens that the model is causal and runs on token ids.
 
-    In low precision, any changed bit is checked again in float32 on a few layers like the model's.
+    If any bit changes in low precision, the check is repeated in float32 on a few layers like the model's.
 
-    Raises:
-        UserError: the model fails, or a later token changes earlier numbers.
+    Raises: UserError: the model fails, or a later token changes the logits of earlier tokens.
     """
     ids = torch.arange(3, 9, device=model.device).repeat(4, 1)
     ids[1:, -1] += torch.arange(1, 4, device=model.device)
     change = bound = 0.0
-    with _wrap_run_errors(model, path, "cannot be run on token ids alone", "take a causal language model of text"):
+    with _wrap_run_errors(model, path, "cannot be run on token ids alone", "choose a causal text model"):
         change, bound = _last_token_effect(model, ids)
         if change > 0 and model.dtype not in EXACT:
             change, bound = _last_token_effect(make_small_copy(model, model.device, torch.float32), ids)
     if change > bound:
         raise UserError(
             f"{path}: {type(model).__name__} is not causal: another last token changes the logits of earlier tokens "
-            f"by {change:.3g} (rounding explains at most {bound:.3g}), so they are not log-probabilities of a text: "
-            "choose a causal model (for BERT-like models, one trained as a decoder, with is_decoder=true in its "
-            "config.json)"
+            f"by {change:.3g} (rounding explains at most {bound:.3g}), so they do not give the log-probability "
+            "of a response: choose a causal model (for BERT-like models, one trained as a decoder, with "
+            "is_decoder=true in its config.json)"
         )
 
 
@@ -126,7 +128,7 @@ def check_trainable(model: PreTrainedModel, path: str) -> None:
     if model.device.type == "cpu" and torch.cuda.is_available():
         return  # it may need kernels that only a GPU has, and is moved there before use
     ids = torch.arange(3, 9, device=model.device)[None] % vocabulary_size(model)
-    mend = "change the setting named there in its config.json, or choose another model"
+    mend = "change the setting that the error names in config.json, or choose another model"
     what = f"cannot run in training mode, tried on {ids.shape[1]} tokens"
     with _wrap_run_errors(model, path, what, mend), training_mode(model):
         model(input_ids=ids, use_cache=False)
@@ -147,7 +149,7 @@ def _wrap_run_errors(model: PreTrainedModel, path: str, what: str, mend: str) ->
 
 
 def _last_token_effect(model: PreTrainedModel, ids: Tensor) -> tuple[float, float]:
-    """Returns the smallest change of earlier numbers caused by other last tokens, and the bound for rounding."""
+    """Returns the smallest change of earlier logits caused by other last tokens, and the bound for rounding."""
     output = model(input_ids=ids % vocabulary_size(model), use_cache=False)
     # A backbone returns hidden states.
     numbers = (output.logits if "logits" in output else output.last_hidden_state)[:, :-1]
@@ -178,7 +180,7 @@ def select_layout(
     """Returns the layout ``name`` if every model gives the same numbers as with ``padded``, otherwise ``padded``.
 
     ``auto`` selects the first of ``shared_prefix`` and ``packed`` that works. Each model runs on a few dozen tokens; in
-    low precision, and for training on a GPU, a few layers like its own run as well. ``models``: the policy, and the
+    low precision, and for training on a GPU, a few layers like the model's run as well. ``models``: the policy, and the
     reference if it is a model; ``requests``: as in ``objective.requires``; ``device``: training device.
 
     Raises:
@@ -198,7 +200,7 @@ def select_layout(
             restore_attention(model.model)
         log.log(
             logging.INFO if name == "auto" else logging.WARNING,
-            "layout %s: %s; %s rows are used instead: the same numbers, more work",
+            "layout %s: %s; %s rows are used instead, which give the same numbers with more work",
             wanted,
             reason,
             instead,
@@ -217,8 +219,8 @@ def _check_padding_invariance(model: ScoredLM) -> None:
         gap, bound = _gap_beside_rows(small)
         if not gap > bound:
             log.info(
-                "log-probabilities of %s change by %.2g with longer rows in the batch; this is rounding of %s, because "
-                "those of a few layers like its own in float32 do not change",
+                "log-probabilities of %s change by %.2g with longer rows in the batch; this is rounding in %s, because "
+                "in float32 those of a few layers like the model's do not change",
                 *(what, rounded, str(dtype).removeprefix("torch.")),
             )
             return
@@ -246,13 +248,13 @@ def find_layout_problem(
     device = torch.device(device)
     for request in sorted(requests):
         if needs_separate_rows(request):
-            return f"{request} is made from rows of one sequence each"
+            return f"{request} needs rows of one sequence each"
     for model in models:
         what = type(model.model).__name__
         if not is_materialised(model.model):
             return f"{what} is sharded or has no weights yet, so it cannot be checked"
         if wanted == "shared_prefix" and (rate := _max_dropout(model.model)):
-            return f"{what} drops out with rate {rate:g}, and branches that share a prompt would share its draws"
+            return f"{what} uses dropout with rate {rate:g}, and branches that share a prompt would share one mask"
         reason = _find_problem(wanted, model) or _find_problem_in_small_copy(wanted, model, device)
         if reason is not None:
             return f"{what} {reason}"
@@ -279,11 +281,11 @@ def _find_problem(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None
         if dtype in EXACT:
             gap = _describe_gap(stats, expected)
             if gap is not None:
-                return f"{where}gives other numbers ({gap}): some layer does not keep to the segments of a row"
+                return f"{where}gives other numbers ({gap}): some layer does not respect the segments of a row"
         elif (rows := _reached_rows(model, LAYOUTS[wanted], mode)) and not _reached_rows(model, padded_layout, mode):
             return (
-                f"{where}changes the numbers of a sequence with the tokens of others ({len(rows)} of {2 * len(PROBE)} "
-                "sequences): some layer does not keep to the segments of a row"
+                f"{where}gives sequences numbers that change with the tokens of others ({len(rows)} of "
+                f"{2 * len(PROBE)} sequences): some layer does not respect the segments of a row"
             )
         elif blind := _blind_rows(model, LAYOUTS[wanted], mode):
             return (
@@ -315,7 +317,7 @@ def _is_deterministic_in_training(model: ScoredLM) -> bool:
 
 
 def _reached_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
-    """Returns the rows that change in any bit with tokens of other rows; empty if a rerun changes them too."""
+    """Returns the rows in which any bit changes with the tokens of other rows; empty if a rerun changes bits, too."""
     base = _run_probe(model, layout, mode=mode)
     found = set()
     for kept in KEPT:
@@ -349,7 +351,7 @@ def _find_problem_in_small_copy(wanted: str, model: ScoredLM, device: torch.devi
     try:
         small = ScoredLM(make_small_copy(model.model, device, torch.float32))
     except Exception as error:  # noqa: BLE001  # as above: the config of any model
-        return f"cannot be checked on {device}: no small model of its kind ({type(error).__name__}: {error})"
+        return f"cannot be checked on {device}: a small copy cannot be built ({type(error).__name__}: {error})"
     reason = _find_problem(wanted, small)
     if reason is None and device.type != "cpu" and dtype in EXACT:
         with torch.autocast(device.type, torch.bfloat16):
@@ -362,7 +364,7 @@ def _find_problem_in_small_copy(wanted: str, model: ScoredLM, device: torch.devi
 def make_small_copy(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Makes a model of the same class and widths with one layer of every kind, on ``device``.
 
-    Its random weights are reproducible; its vocabulary is reduced to ``WORDS``. ``dtype``: None uses the model's.
+    The random weights are reproducible; the vocabulary is reduced to ``WORDS``. ``dtype``: None uses the model's.
     """
     config = deepcopy(model.config)
     text = config.get_text_config()
@@ -383,7 +385,7 @@ def make_small_copy(model: PreTrainedModel, device: torch.device, dtype: torch.d
 
 
 def _describe_gap(stats: TokenStats, expected: TokenStats) -> str | None:
-    """Describes the difference to padded rows; None if rounding explains it."""
+    """Describes the difference from padded rows; None if rounding explains it."""
     assert expected.hidden is not None
     for name, ours, theirs in (
         ("final states", stats.hidden, expected.hidden),
@@ -393,7 +395,7 @@ def _describe_gap(stats: TokenStats, expected: TokenStats) -> str | None:
         # Log-probabilities are float32 even if the hidden states are not.
         gap, bound = float((ours - theirs).abs().max()), probe_bound(theirs.to(expected.hidden.dtype))
         if not gap <= bound:  # NaN is no match either
-            return f"{name} differ by {gap:.3g}, rounding explains at most {bound:.3g}"
+            return f"{name} differ by {gap:.3g}; rounding explains at most {bound:.3g}"
     return None
 
 

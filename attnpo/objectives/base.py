@@ -11,7 +11,7 @@ partners; log-probabilities are in nats, lengths in tokens.
 - ``mask`` [rows, R]: true on response tokens; values elsewhere are ignored.
 - ``lengths`` [rows]: |y|, which multiplies each weighted sum; None for factors and for sums without |y|.
 
-They are followed by tensors used only by this formula, and its hyperparameters.
+Next come tensors that only this formula uses, and then the hyperparameters.
 """
 
 from dataclasses import dataclass
@@ -70,9 +70,9 @@ def weighted_sum(
     mask: Bool[Tensor, "rows R"],
     lengths: Float[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, " rows"]:
-    """Returns ``|y| sum_t a_t x_t`` of each row: S(x) for uniform weights.
+    """Returns ``|y| sum_t a_t x_t`` of each row, which is the plain sum S(x) for uniform weights.
 
-    ``sum_t w_t x_t`` where ``lengths`` is None.
+    Without ``lengths``, returns ``sum_t w_t x_t``.
     """
     factors = weights if lengths is None else weights * lengths.to(weights.dtype).unsqueeze(-1)
     return reduce(values, factors, mask, Reduction.SUM)
@@ -88,22 +88,22 @@ def response_lengths(rows: RowGroup, length_scale: bool, length_from: LengthFrom
 
 
 class ObjectivePart:
-    """Base class of objective parts that contribute keys."""
+    """Base class of objective parts that contribute config keys."""
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns keys without effect, given the other keys, and the reasons."""
+        """Returns the keys that have no effect, given the other keys, each with the reason."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthScaled(ObjectivePart):
-    """ObjectivePart of objectives whose weighted sums are multiplied by |y|, and access to the rows they need."""
+    """Part of objectives that multiply weighted sums by |y|: its config keys, and access to the rows."""
 
     length_scale: bool = True
     length_from: LengthFrom = LengthFrom.SOURCE
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns keys without effect, given the other keys, and the reasons."""
+        """Returns the keys that have no effect, given the other keys, each with the reason."""
         return ({} if self.length_scale else {"length_from": "objective.length_scale=false"}) | super().unused_keys()
 
     def weighted(
@@ -129,7 +129,7 @@ def split_pairs(rows: Float[Tensor, " rows"]) -> tuple[Float[Tensor, " pairs"], 
 
 
 def split_by_side(name: str, rows: Float[Tensor, " rows"]) -> dict[str, Float[Tensor, " pairs"]]:
-    """Returns the halves of a per-row tensor as NAME/chosen and NAME/rejected."""
+    """Returns the halves of a per-row tensor under the keys NAME/chosen and NAME/rejected."""
     chosen, rejected = split_pairs(rows)
     return {f"{name}/chosen": chosen, f"{name}/rejected": rejected}
 
@@ -138,10 +138,11 @@ def split_by_side(name: str, rows: Float[Tensor, " rows"]) -> dict[str, Float[Te
 class PreferenceObjective(Protocol):
     """Preference loss. ``requires`` names the inputs that must be computed for it; nothing else is computed.
 
-    "reference": log-probabilities of a frozen reference. "token_weights": weights of any source; with "factors" only
-    those of a source of factors. "hidden", "vocab:NAME", "joint:NAME", "input_gradient": statistics of ``TokenStats``
-    (joint ones need the reference's head). "group:NAME": further rows, scored with each micro-batch. "ahead:NAME": rows
-    that are scored before an optimizer step (``StepObjective``). "several_pairs": more than one pair per step.
+    "reference": log-probabilities of a frozen reference. "token_weights": weights of any source; if "factors" is also
+    required, the source must give factors. "hidden", "vocab:NAME", "joint:NAME", "input_gradient": statistics of
+    ``TokenStats`` (joint ones need the reference's head). "group:NAME": further rows, scored with each micro-batch.
+    "ahead:NAME": rows that are scored before an optimizer step (``StepObjective``). "several_pairs": more than one pair
+    per step.
     """
 
     @property
@@ -159,13 +160,13 @@ class StepObjective(PreferenceObjective, Protocol):
     def step_sums(
         self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup
     ) -> dict[str, Float[Tensor, ""]]:
-        """Sums over the rows of an "ahead" group; the sums over the step and all ranks become ``batch.state``."""
+        """Computes sums over the rows of an "ahead" group; step totals over all ranks become ``batch.state``."""
 
 
 def log_ratios(
     policy_logps: Float[Tensor, "rows R"], reference_logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]
 ) -> Float[Tensor, "rows R"]:
-    """Returns per-token ``d = log pi - log ref``, 0 outside the response. Subtracted per token, before any sum."""
+    """Returns per-token ``d = log pi - log ref``, 0 outside the response; subtracts before any sum."""
     difference = policy_logps - reference_logps.to(policy_logps.dtype)
     return torch.where(mask, difference, torch.zeros_like(difference))
 

@@ -52,8 +52,9 @@ def dpo_loss(
 class DPO(SftTerm):
     """``-log sigmoid(beta (S(d_w) - S(d_l)))`` with d the per-token log-ratio and S the sum over the response.
 
-    ``loss_type`` is the loss of the margin; ``clip_ratio`` bounds d (``clip_log_ratios``); ``sft_coef`` adds the chosen
-    responses' negative log-likelihood, ``anchor`` times the KL(policy || reference) at their tokens (``with_anchor``).
+    ``loss_type`` is the loss of the margin; ``clip_ratio`` bounds d (``clip_log_ratios``); ``sft_coef`` scales an added
+    negative log-likelihood of the chosen response, ``anchor`` an added KL(policy || reference) at the tokens of both
+    responses (``with_anchor``).
     """
 
     beta: float = 0.1
@@ -69,7 +70,7 @@ class DPO(SftTerm):
 
     @property
     def requires(self) -> frozenset[str]:
-        """Returns the reference, and the KL from the policy at each token if an anchor is set."""
+        """Returns the reference, and KL(policy || reference) at each token if an anchor is set."""
         return frozenset({"reference", *([f"joint:{ANCHOR_STATISTIC}"] if self.anchor else [])})
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:

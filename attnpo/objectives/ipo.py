@@ -1,4 +1,4 @@
-"""Identity Preference Optimization (Azar et al. 2024, Eq. 17): a squared distance of the margin from 1 / (2 beta)."""
+"""Identity Preference Optimization (Azar et al. 2024, Eq. 17): the squared distance of the margin from 1 / (2 beta)."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -35,10 +35,10 @@ def ipo_loss(
 ) -> ObjectiveOutput:
     """Returns the IPO loss of each pair: ``((A(d_w) - A(d_l)) - 1 / (2 beta))^2``.
 
-    ``A(d) = sum_t a_t d_t`` is the mean of a response's log-ratios d in nats, a (``weights``) 1/n or another
-    distribution. With ``lengths`` it is a sum, ``|y| sum_t a_t d_t``. Rewards are ``beta A(d)``. ``beta`` is the tau of
-    the source: Azar et al. 2024, Eq. 17 (arXiv 2310.12036), which sums; TRL 1.16 ``DPOTrainer`` uses the mean,
-    which the authors confirmed according to its documentation.
+    ``A(d) = sum_t a_t d_t`` is the mean of a response's log-ratios d in nats; a (``weights``) is 1/n or another
+    distribution. With ``lengths`` A is a sum, ``|y| sum_t a_t d_t``. Rewards are ``beta A(d)``. ``beta`` is the tau of
+    the source: Azar et al. 2024, Eq. 17 (arXiv 2310.12036), which sums; TRL 1.16 ``DPOTrainer`` uses the mean, which
+    the authors confirmed according to TRL's documentation.
 
     Example:
         >>> import torch
@@ -71,10 +71,10 @@ class IPO(LengthScaled):
         check_range("objective", "(0, inf)", beta=self.beta)
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns keys without effect, given the other keys, and the reasons."""
+        """Returns the keys that have no effect, given the other keys, each with the reason."""
         if self.reduction is LogRatioReduction.SUM:
             return super().unused_keys()
-        return dict.fromkeys(("length_scale", "length_from"), "objective.reduction=mean reads no lengths")
+        return dict.fromkeys(("length_scale", "length_from"), "objective.reduction=mean does not use lengths")
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Computes losses and rewards ``beta A(d)`` of the batch."""

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky Optimization (Ethayarajh et al. 2024, section 4) of pairs: a desirable and an undesirable example.
+"""Kahneman-Tversky Optimization (Ethayarajh et al. 2024, section 4) on pairs of a desirable and an undesirable example.
 
 The reference point z is one number per optimizer step, the mean over all its micro-batches and ranks.
 """
@@ -41,11 +41,12 @@ def kto_loss(
 ) -> ObjectiveOutput:
     """Returns the KTO loss of each pair.
 
-    The mean of ``lam_D sigmoid(-b (S(d_w) - z))`` and ``lam_U sigmoid(-b (z - S(d_l)))``.
+    It is the mean of ``lam_D sigmoid(-b (S(d_w) - z))`` and ``lam_U sigmoid(-b (z - S(d_l)))``.
 
     ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d (nats); rewards are ``b S(d)``, b is ``beta``. ``z = max(0,
-    mismatched_mean)``, without gradient, from the mean of the unweighted S(d) over the step's mismatched rows; it is
-    the extra ``kl``. Source: Ethayarajh et al. 2024, section 4 (arXiv 2402.01306); TRL 1.16 ``kto_trainer.py``.
+    mismatched_mean)`` gets no gradient and is the extra ``kl``; ``mismatched_mean`` is the mean of the unweighted S(d)
+    over the step's mismatched rows. Source: Ethayarajh et al. 2024, section 4 (arXiv 2402.01306); TRL 1.16
+    ``kto_trainer.py``.
 
     Example:
         >>> import torch
@@ -68,10 +69,11 @@ def kto_loss(
 class KTO(LengthScaled):
     """``lam_D sigmoid(-b (S_w(d) - z))`` for chosen responses, ``lam_U sigmoid(-b (z - S_w(d)))`` for rejected ones.
 
-    ``z = max(0, mean of S(d))`` over the step's mismatched rows (a prompt with responses to another one), without
-    gradient; the clamp comes after the mean. The loss of a pair is the mean of its two examples, so the mean over pairs
-    is the mean over all examples. S_w sums with the token weights as TwDPO does (``length_scale``, ``length_from``);
-    z is not weighted. Uniform weights give the KTO of TRL 1.16, with z over the whole step instead of a micro-batch.
+    ``z = max(0, mean of S(d))`` over the step's mismatched rows (a prompt with the responses to another prompt),
+    without gradient; the clamp comes after the mean. The loss of a pair is the mean of its two examples, so the mean
+    over pairs is the mean over all examples. S_w sums with the token weights as TwDPO does (``length_scale``,
+    ``length_from``); z is not weighted. Uniform weights give the KTO of TRL 1.16, with z over the whole step instead of
+    a micro-batch.
     """
 
     beta: float = 0.1
@@ -89,7 +91,7 @@ class KTO(LengthScaled):
     def step_sums(
         self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup
     ) -> dict[str, Float[Tensor, ""]]:
-        """Returns the sum of S(d) over mismatched rows and their number, which determine z.
+        """Returns the sum of S(d) over the mismatched rows, and the number of these rows, which determine z.
 
         Raises:
             ValueError: no reference statistics were given.

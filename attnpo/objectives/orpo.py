@@ -15,8 +15,8 @@ def orpo_loss(
 ) -> ObjectiveOutput:
     """Returns the ORPO loss of each pair: ``-lam log sigmoid(o_w - o_l)``, without its SFT term (``add_sft``).
 
-    ``o = A(p) - log(1 - exp A(p))``; ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats), a
-    (``weights``) 1/n or another distribution. Rewards are ``lam A(p)``. Source: Hong et al. 2024, Eq. 6 (arXiv
+    ``o = A(p) - log(1 - exp A(p))``; ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats); a
+    (``weights``) is 1/n or another distribution. Rewards are ``lam A(p)``. Source: Hong et al. 2024, Eq. 6 (arXiv
     2403.07691); TRL 1.16 ``orpo_trainer.py``, where lam is called beta.
 
     Example:

@@ -45,8 +45,8 @@ def rdpo_loss(
 class RDPO(LengthScaled):
     """``-log sigmoid(beta (S(d_w) - S(d_l)) + alpha (n_w - n_l))`` with n the response's training tokens.
 
-    A longer chosen response already has part of its margin and is pushed less; beta does not multiply alpha. Token
-    weights multiply the log-ratios d, scaled as in TwDPO; n is not weighted.
+    A chosen response that is longer already gets part of its margin from alpha, so it is pushed less; beta does not
+    multiply alpha. Token weights multiply the log-ratios d, scaled as in TwDPO; n is not weighted.
     """
 
     beta: float = 0.1

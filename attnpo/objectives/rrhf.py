@@ -17,11 +17,12 @@ def rrhf_loss(
     mask: Bool[Tensor, "rows R"],
     length_penalty: float,
 ) -> ObjectiveOutput:
-    """Returns the pairwise RRHF loss ``max(0, s_l - s_w)``, ``s = n^(1-k) A(p)``, without its SFT term (``add_sft``).
+    """Returns the pairwise RRHF loss ``max(0, s_l - s_w)`` of the scores s, without its SFT term (``add_sft``).
 
-    ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats), a (``weights``) 1/n or another
-    distribution, n the tokens in ``mask``, k the length penalty, so that ``s = S(p) / n^k``; s is the reward. Source:
-    Yuan et al. 2023, Eq. 2-4 (arXiv 2304.05302), in the pairwise form of the SimPO study.
+    ``s = n^(1-k) A(p)``, which is ``S(p) / n^k``; s is also the reward. ``A(p) = sum_t a_t p_t`` is the mean of the
+    policy's log-probabilities p (nats), a (``weights``) is 1/n or another distribution, n the number of tokens in
+    ``mask``, k the length penalty. Source: Yuan et al. 2023, Eq. 2-4 (arXiv 2304.05302), in the pairwise form of the
+    SimPO study.
 
     Example:
         >>> import torch
@@ -40,8 +41,8 @@ def rrhf_loss(
 class RRHF(SftTerm):
     """``max(0, s_l - s_w) + sft_coef NLL(y_w)`` with the score ``s = S(p) / n^k``, k the length penalty.
 
-    The NLL is the likelihood of the whole response (``sft: sum``). The original code weights the ranking term
-    instead of the SFT term; this follows the SimPO study, whose row it reproduces. Token weights replace 1/n in
+    The NLL is the likelihood of the whole response (``sft: sum``). The original code weights the ranking term instead
+    of the SFT term; this class follows the SimPO study, whose RRHF results it reproduces. Token weights replace 1/n in
     ``s = n^(1-k) A(p)``.
     """
 

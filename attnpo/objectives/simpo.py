@@ -21,7 +21,7 @@ def simpo_loss(
 ) -> ObjectiveOutput:
     """Returns the SimPO loss of each pair: ``-log sigmoid(beta (A(p_w) - A(p_l)) - gamma)``.
 
-    ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats), a (``weights``) 1/n or another
+    ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats); a (``weights``) is 1/n or another
     distribution; ``gamma`` is the target margin itself. Rewards are ``beta A(p)``. Source: Meng et al. 2024, Eq. 6
     (arXiv 2405.14734); princeton-nlp/SimPO, ``scripts/simpo_trainer.py``.
 
@@ -42,8 +42,8 @@ def simpo_loss(
 class SimPO:
     """``-log sigmoid(beta (A(p_w) - A(p_l)) - gamma)`` with ``gamma = beta gamma_beta_ratio``, A the token mean.
 
-    The key is the ratio, as in the authors' code; TRL's ``simpo_gamma`` is gamma itself. Token weights replace 1/n
-    in A.
+    The config key is the ratio, as in the authors' code; TRL's ``simpo_gamma`` is gamma itself. Token weights replace
+    1/n in A.
     """
 
     beta: float = 2.0
@@ -69,7 +69,7 @@ class SimPO:
         return SftTerm(sft_coef=self.sft_weight, sft=self.sft)
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns keys without effect, given the other keys, and the reasons."""
+        """Returns the keys that have no effect, given the other keys, each with the reason."""
         return self._sft_term.unused_keys()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:

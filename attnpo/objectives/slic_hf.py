@@ -38,7 +38,7 @@ def slic_hf_loss(
 
 @dataclass(frozen=True)
 class SLiCHF(SftTerm, LengthScaled):
-    """``max(0, delta - S(p_w) + S(p_l)) + sft_coef NLL(y_w)``, sums over the response, no reference, no beta.
+    """``max(0, delta - S(p_w) + S(p_l)) + sft_coef NLL(y_w)`` with sums over the response; no reference and no beta.
 
     The NLL is the likelihood of the whole response (``sft: sum``). Token weights multiply p in the hinge, scaled as in
     TwDPO. This is not the hinge of TRL; see ``DPO.loss_type``.

@@ -27,10 +27,9 @@ STATISTIC = "kl_ref_policy"
 
 
 def reference_kl(policy: TokenStats) -> Float[Tensor, "rows R"]:
-    """Returns KL of the reference to the policy at each token.
+    """Returns KL(ref || policy) at each token.
 
-    Raises:
-        ValueError: it was not computed for the batch.
+    Raises: ValueError: the KL was not computed for the batch.
     """
     if STATISTIC not in policy.joint:
         raise ValueError(f"this objective needs joint:{STATISTIC}, but it was not computed for the batch")
@@ -55,8 +54,8 @@ def tdpo1_loss(
     """Returns the TDPO1 loss of each pair: ``-log sigmoid(beta [S(d_w) - S(d_l) - (K_l - K_w)])``.
 
     ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d, ``K = sum_t KL(ref || policy)`` the unweighted ``position_kl``,
-    all in nats; both K pass gradient and are extras. Rewards are ``beta (S(d) + K)``. Source: Zeng et al. 2024 (arXiv
-    2404.11999); Vance0124/Token-level-Direct-Preference-Optimization, ``trainers.py``.
+    all in nats; K_w and K_l pass gradient and are extras. Rewards are ``beta (S(d) + K)``. Source: Zeng et al. 2024
+    (arXiv 2404.11999); Vance0124/Token-level-Direct-Preference-Optimization, ``trainers.py``.
 
     Example:
         >>> import torch
@@ -86,7 +85,7 @@ def tdpo2_loss(
 ) -> ObjectiveOutput:
     """Returns the TDPO2 loss of each pair: ``-log sigmoid(beta [S(d_w) - S(d_l) - alpha (K_l - sg(K_w))])``.
 
-    As ``tdpo1_loss``, but sg stops the gradient of the chosen side's K, and alpha scales the difference.
+    Like ``tdpo1_loss``, but sg stops the gradient of the chosen side's K, and alpha scales the difference.
 
     Example:
         >>> import torch

@@ -18,8 +18,8 @@ from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
 class LossType(Enum):
     """Loss of a pair's margin z; e is the label smoothing.
 
-    SIGMOID: ``-(1-e) log sigmoid(z) - e log sigmoid(-z)``. HINGE: ``max(0, 1 - z)``. ROBUST: the sigmoid loss whose
-    expectation under labels flipped with probability e is that of true labels (Chowdhury et al. 2024).
+    SIGMOID: ``-(1-e) log sigmoid(z) - e log sigmoid(-z)``. HINGE: ``max(0, 1 - z)``. ROBUST: a sigmoid loss whose
+    expectation, if labels are flipped with probability e, is the loss under the true labels (Chowdhury et al. 2024).
     """
 
     SIGMOID = "sigmoid"
@@ -51,9 +51,10 @@ def margin_loss(
 
 
 def log1mexp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Returns ``log(1 - exp(x))`` for x < 0, exact at both ends; the branches change at -log 2 (Maechler 2012).
+    """Returns ``log(1 - exp(x))`` for x < 0, exact at both ends; the formula changes at -log 2 (Maechler 2012).
 
-    Values within one rounding step of 0 (a response that is certain) count as that step: the result stays finite.
+    Values within one rounding step of 0 (a certain response) are replaced by that step, so that the result stays
+    finite.
     """
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     near = x > -math.log(2.0)
@@ -97,9 +98,9 @@ def chosen_nll(
 
 
 def add_sft(output: ObjectiveOutput, nll: Float[Tensor, " pairs"], coef: float = 1.0) -> ObjectiveOutput:
-    """Adds ``coef nll`` to each pair's loss, and both terms to the extras.
+    """Adds ``coef nll`` to each pair's loss, and both the former loss and ``nll`` to the extras.
 
-    ``nll`` is ``chosen_nll``, the term without ``coef``.
+    ``nll`` is the result of ``chosen_nll``.
 
     Example:
         >>> import torch
@@ -115,13 +116,13 @@ def add_sft(output: ObjectiveOutput, nll: Float[Tensor, " pairs"], coef: float =
 
 @dataclass(frozen=True, kw_only=True)
 class SftTerm(ObjectivePart):
-    """Keys of the supervised term, ``sft_coef`` times the negative log-likelihood of the chosen responses."""
+    """Config keys of the SFT term, which is ``sft_coef`` times the negative log-likelihood of the chosen responses."""
 
     sft_coef: float = 0.0
     sft: Sft = Sft.MEAN
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns keys without effect, given the other keys, and the reasons."""
+        """Returns the keys that have no effect, given the other keys, each with the reason."""
         return ({} if self.sft_coef else {"sft": "the SFT term's coefficient is 0"}) | super().unused_keys()
 
     def with_sft(self, output: ObjectiveOutput, policy: TokenStats, batch: PreferenceBatch) -> ObjectiveOutput:
@@ -149,7 +150,7 @@ def clip_log_ratios(ratios: Float[Tensor, "rows R"], clip: float | None) -> Floa
 
     None disables clipping.
 
-    A two-sided clip of the token's log-ratio, as in HALOs' humanline objectives (with -1 and 1.5 there).
+    HALOs' humanline objectives clip each token's log-ratio in the same way, at -1 and 1.5.
     """
     return ratios if clip is None else ratios.clamp(-clip, clip)
 
@@ -162,8 +163,9 @@ ANCHOR_STATISTIC = "kl_policy_ref"
 class AnchorOn(Enum):
     """Share of a token's KL to the reference that the anchor penalises.
 
-    ALL: the full KL. LOW: the difference to a uniform weight, ``max(0, 1 - n a_t)`` for a distribution a over n tokens
-    and ``max(0, 1 - w_t)`` for factors, so that tokens with low weight stay close to the reference.
+    ALL: the full KL. LOW: the share by which the token's weight is below a uniform one, ``max(0, 1 - n a_t)`` for a
+    distribution a over n tokens and ``max(0, 1 - w_t)`` for factors, so that tokens with low weight stay close to the
+    reference.
     """
 
     ALL = "all"
@@ -188,7 +190,7 @@ def with_anchor(
     """Adds ``coef (K_w + K_l) / 2`` to each pair's loss, ``K = sum_t h_t KL_t``.
 
     ``position_kl`` is KL(policy || reference) over the whole vocabulary at each token, in nats, and carries gradient;
-    ``shares`` h defaults to 1. The extras hold the loss without the term, and the term without ``coef``.
+    ``shares`` h defaults to 1. The extras contain the loss without the term, and the term without ``coef``.
     """
     chosen, rejected = split_pairs(reduce(position_kl, shares, mask, Reduction.SUM))
     term = (chosen + rejected) / 2
@@ -200,11 +202,11 @@ def with_anchor(
 
 
 def check_beta(beta: float, label_smoothing: float = 0.0, loss_type: LossType = LossType.SIGMOID) -> None:
-    """Checks that beta is positive, and that the label smoothing is in [0, 0.5) and has an effect; else UserError."""
+    """Checks that beta is positive, and the label smoothing in [0, 0.5) and with an effect; raises UserError if not."""
     check_range("objective", "(0, inf)", beta=beta)
     check_range("objective", "[0, 0.5)", label_smoothing=label_smoothing)
     if label_smoothing and loss_type is LossType.HINGE:
         raise UserError(
             f"objective.label_smoothing must be 0 with objective.loss_type=hinge, which has no smoothing, got "
-            f"{label_smoothing}: set it to 0, or choose loss_type=sigmoid or robust"
+            f"{label_smoothing}: set it to 0, or choose objective.loss_type=sigmoid or robust"
         )

@@ -44,8 +44,8 @@ def triplet_term(
 ) -> Triplet:
     """Returns ``relu(|d_a - d_w|^2 - |d_a - d_l|^2 + margin)`` of per-token log-ratios d.
 
-    The term is 0 if either distance has no token (no anchor token, or an empty response): the original code's margin
-    would only be a constant, and a single distance would not be comparable.
+    Returns 0 if either distance covers no tokens (no anchor token, or an empty response): with both empty, only the
+    constant margin would remain; with one empty, the other would have nothing to be compared with.
     """
     half = len(anchor)
     chosen, near = squared_distance(anchor, anchor_mask, ratios[:half], mask[:half])
@@ -71,9 +71,9 @@ def tidpo_loss(
 
     ``M = sum_t w_t d_t`` sums the log-ratios d with factors w (``weights``), ``K = sum_t KL(ref || policy)`` the
     unweighted ``position_kl``, all in nats; sg stops the gradient; rewards are ``beta (M + K)``. Without
-    ``position_kl`` there is no K (the weighted DPO form of the paper), without ``triplet`` (``triplet_term``) no last
-    term. Extras: the unweighted rewards ``beta S(d)``, K, and the triplet before gamma_triplet with 1 for a pair that
-    has none. Source: latent-lm/TIDPO.
+    ``position_kl`` there is no K (the weighted DPO form of the paper), and without ``triplet`` (``triplet_term``) there
+    is no last term. Extras: the unweighted rewards ``beta S(d)``, K, the triplet term before it is scaled by
+    ``gamma_triplet``, and 1 for each pair without that term. Source: latent-lm/TIDPO.
 
     Example:
         >>> import torch
@@ -108,8 +108,8 @@ class TIDPO:
     ``w``: token weights as factors (TI-DPO's own: weights=gradient). ``K``: KL of reference to policy summed over the
     response's positions, unweighted; sg stops the gradient on the chosen side only (TDPO2). ``kl: false`` drops K,
     which gives the weighted DPO form of the paper's equations. The triplet compares per-token log-ratios with those of
-    an ``anchor`` response sampled from the policy; gradients reach it too. Sources: latent-lm/TIDPO, ``trainers.py``;
-    Vance0124/Token-level-Direct-Preference-Optimization, ``trainers.py``.
+    an ``anchor`` response sampled from the policy; gradients reach the anchor too. Sources: latent-lm/TIDPO,
+    ``trainers.py``; Vance0124/Token-level-Direct-Preference-Optimization, ``trainers.py``.
     """
 
     beta: float = 0.01
@@ -130,15 +130,15 @@ class TIDPO:
         )
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns keys without effect, given the other keys, and the reasons."""
+        """Returns the keys that have no effect, given the other keys, each with the reason."""
         idle = {} if self.kl else {"alpha": "objective.kl=false"}
         if not self.gamma_triplet:
-            idle |= dict.fromkeys(("triplet_margin", "anchor"), "objective.gamma_triplet is 0")
+            idle |= dict.fromkeys(("triplet_margin", "anchor"), "objective.gamma_triplet=0")
         return idle
 
     @property
     def requires(self) -> frozenset[str]:
-        """Returns reference and factors; the KL at each token with ``kl``, an anchor per pair with a triplet term."""
+        """Returns reference and factors; with ``kl``, the KL at each token; with a triplet term, an anchor per pair."""
         kl = {"joint:kl_ref_policy"} if self.kl else set()
         anchor = {"group:anchor"} if self.gamma_triplet else set()
         return frozenset({"reference", "token_weights", "factors"} | kl | anchor)
@@ -159,7 +159,7 @@ class TIDPO:
         )
 
     def _triplet(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> Triplet:
-        """Computes the term per pair; its mean over the step is the batch mean of the original code."""
+        """Computes the triplet term per pair; averaged over the step, it equals the original code's batch mean."""
         rows, mask = batch.groups["anchor"], batch.main.response_mask
         other = None if reference is None else reference.groups["anchor"]
         ratios = log_ratios(policy.logps, logps_of(reference), mask)

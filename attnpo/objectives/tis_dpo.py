@@ -37,9 +37,10 @@ def tis_dpo_loss(
     ``-log sigmoid(beta (S_w - S_l - alpha (K_w - K_l)))``, S = ``sum_t w_t d_t``.
 
     d is the log-ratio of a token in nats, w (``weights``) a factor, or a distribution times |y| (``lengths``). K is
-    ``sum_t w_t KL_t`` with ``position_kl`` the KL from policy to reference at each position; without it there is no
-    KL term, the default of the code. Rewards are ``beta S``, or ``beta (S - K)`` with it; the extras hold K and
-    the unweighted rewards. Both sides' K pass gradient. Source: exlaw/TIS-DPO, ``trainers.py``.
+    ``sum_t w_t KL_t`` with ``position_kl`` the KL from policy to reference at each position; without it there is no KL
+    term, which is the default of the authors' code. Rewards are ``beta S``, or ``beta (S - K)`` with ``position_kl``;
+    the extras contain K and the unweighted rewards. Both K_w and K_l pass gradient. Source: exlaw/TIS-DPO,
+    ``trainers.py``.
 
     Example:
         >>> import torch
@@ -67,8 +68,8 @@ def tis_dpo_loss(
 class TISDPO(LengthScaled):
     """``-log sigmoid(beta (S_w - S_l))``, S the weighted sum of log-ratios; TwDPO's form for any weights.
 
-    ``token_level`` adds the code's KL term, ``alpha`` times the difference of both sides' weighted sums of the KL from
-    policy to reference, inside the margin.
+    ``token_level`` adds the KL term of the authors' code to the margin: ``alpha`` times ``K_l - K_w``, where K is the
+    weighted sum of KL(policy || reference) over a response.
     """
 
     beta: float = 0.1
@@ -82,11 +83,11 @@ class TISDPO(LengthScaled):
 
     @property
     def requires(self) -> frozenset[str]:
-        """Returns the reference and token weights, and with ``token_level`` the KL at each position."""
+        """Returns the reference and token weights; with ``token_level`` also KL(policy || reference) per position."""
         return frozenset({"reference", "token_weights"} | ({f"joint:{KL}"} if self.token_level else set()))
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns keys without effect, given the other keys, and the reasons."""
+        """Returns the keys that have no effect, given the other keys, each with the reason."""
         return ({} if self.token_level else {"alpha": "objective.token_level=false"}) | super().unused_keys()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:

@@ -21,7 +21,7 @@ from attnpo.objectives.terms import AnchorOn, LossType, check_beta, clip_log_rat
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
 
 NO_OPTIONS = (0.0, LossType.SIGMOID, None)
-"""Label smoothing, loss type and clip of the paper."""
+"""Label smoothing, loss type and clip that the paper uses."""
 
 
 def twdpo_loss(
@@ -35,8 +35,8 @@ def twdpo_loss(
     """Computes -log sigmoid(r_w - r_l) with r = beta |y| sum_t a_t d_t and d_t = log pi(y_t) - log ref(y_t) in nats.
 
     a (``weights``) is a distribution over the response, |y| (``lengths``) its length in judge tokens; without lengths,
-    |y| is omitted. Rewards are r; the extras hold the unweighted ones, ``beta sum_t d_t``.
-    Source: paper Eq. twdpo, without lengths Eq. twdpo_len_norm; HCY123902/AttentionPO, ``tw_dpo_trainer.py``.
+    |y| is omitted. Rewards are r; the extras contain the unweighted rewards, ``beta sum_t d_t``. Source: paper Eq.
+    twdpo (without lengths Eq. twdpo_len_norm); HCY123902/AttentionPO, ``tw_dpo_trainer.py``.
 
     Example:
         >>> import torch
@@ -87,19 +87,20 @@ class TwDPO(LengthScaled, DPO):
     """``-log sigmoid(beta |y_w| sum_t a_wt d_wt - beta |y_l| sum_t a_lt d_lt)`` (paper Eq. twdpo).
 
     ``length_scale: false`` drops |y| (the paper's length-normalised ablation, run with beta 2.0). ``length_from:
-    train`` counts the training tokens instead of the source's, for judges with another tokenizer. Uniform weights 1/|y|
-    on every response token give DPO exactly. Other keys are DPO's; ``anchor_on`` selects the tokens for ``anchor``.
+    train`` counts the policy's tokens instead of the weight source's, for judges with another tokenizer. Uniform
+    weights 1/|y| on every response token give DPO exactly. Other keys are DPO's; ``anchor_on`` selects the tokens for
+    ``anchor``.
     """
 
     anchor_on: AnchorOn = AnchorOn.ALL
 
     @property
     def requires(self) -> frozenset[str]:
-        """Returns the reference, token weights, and for an anchor the KL from policy to reference at each token."""
+        """Returns the reference, token weights, and for an anchor KL(policy || reference) at each token."""
         return super().requires | {"token_weights"}
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns keys without effect, given the other keys, and the reasons."""
+        """Returns the keys that have no effect, given the other keys, each with the reason."""
         return ({} if self.anchor else {"anchor_on": "objective.anchor is 0"}) | super().unused_keys()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:

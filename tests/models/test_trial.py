@@ -61,7 +61,7 @@ def test_deep_models_in_bfloat16_share_prompts_unless_a_layer_leaks(
         with caplog.at_level(logging.INFO, "attnpo"):
             assert select_layout("auto", [scored], device=deep.device) is padded_layout
         handle.remove()
-        assert "LlamaForCausalLM changes the numbers of a sequence with the tokens of others" in caplog.text
+        assert "LlamaForCausalLM gives sequences numbers that change with the tokens of others" in caplog.text
         caplog.clear()
 
 
@@ -96,7 +96,7 @@ def test_a_mask_off_by_one_is_refused(
     monkeypatch.setattr(packed_attention.SegmentMask, "bucket_mask", off_by_one)
     with caplog.at_level(logging.INFO, "attnpo"):
         assert select_layout(name, [ScoredLM(tiny("llama").to(dtype))]) is padded_layout
-    assert "some layer does not keep to the segments of a row" in caplog.text
+    assert "some layer does not respect the segments of a row" in caplog.text
 
 
 def test_every_family_in_bfloat16_shares_prompts(tiny: Build, family: str) -> None:

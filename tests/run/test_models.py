@@ -298,7 +298,7 @@ def test_compiled_blocks_train_alike(
     with caplog.at_level("INFO", "attnpo"):
         run(cfg, tmp_path / "compiled")
     said = caplog.text.find("model.compile=eager: compiling takes about a minute without a cache")
-    assert 0 < said < caplog.text.find("gradients of compiled blocks agree to")
+    assert 0 < said < caplog.text.find("gradients of compiled blocks agree with")
     for name in ("train/loss", "val/loss"):
         assert losses(tmp_path / "compiled", name) == pytest.approx(losses(runs["live"][0], name), rel=2e-5)
 
