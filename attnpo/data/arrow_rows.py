@@ -370,11 +370,11 @@ class ExampleRows(LazyRows[TrainingExample]):
     def __len__(self) -> int:
         return int(self.weighed.num_rows)
 
-    def _get_numbers(self, name: str, row: int) -> tuple[float, float]:
+    def _get_side_numbers(self, name: str, row: int) -> tuple[float, float]:
         chosen, rejected = (float(self._numbers[f"{side}_{name}"][row]) for side in SIDES)
         return chosen, rejected
 
-    def _get_tensors(self, name: str, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _get_side_tensors(self, name: str, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, rejected = (torch.from_numpy(self._lists[f"{side}_{name}"][row].copy()) for side in SIDES)
         return chosen, rejected
 
@@ -383,14 +383,14 @@ class ExampleRows(LazyRows[TrainingExample]):
         return TrainingExample(
             pair_id=self.ids[at],
             **self.encoded[at],
-            weights=self._get_tensors("weights", row),
-            lengths=self._get_numbers("length", row),
-            coverage=self._get_numbers("coverage", row),
+            weights=self._get_side_tensors("weights", row),
+            lengths=self._get_side_numbers("length", row),
+            coverage=self._get_side_numbers("coverage", row),
             pair_weight=float(self._numbers["pair_weight"][row]),
-            reference_logps=None if self.logps is None else self._get_tensors("logps", row),
+            reference_logps=None if self.logps is None else self._get_side_tensors("logps", row),
             factors=bool(self._numbers["factors"][row]),
-            source_coverage=self._get_numbers("source_coverage", row),
-            kept_mass=self._get_numbers("kept_mass", row),
+            source_coverage=self._get_side_numbers("source_coverage", row),
+            kept_mass=self._get_side_numbers("kept_mass", row),
         )
 
     def token_counts(self) -> TokenCounts:

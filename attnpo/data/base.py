@@ -476,14 +476,14 @@ class PairSource:
         Raises:
             UserError: as ``load``.
         """
-        sources = [self] if not self.mix else [self._source_of_set(one) for one in self.mix.values()]
+        sources = [self] if not self.mix else [self._make_set_source(one) for one in self.mix.values()]
         return list(
             dict.fromkeys(
-                (one.path, *one._split_name(split), one.subset, one.revision) for one in sources for split in SPLITS
+                (one.path, *one._split_and_key(split), one.subset, one.revision) for one in sources for split in SPLITS
             )
         )
 
-    def _source_of_set(self, one: MixtureSet) -> "PairSource":
+    def _make_set_source(self, one: MixtureSet) -> "PairSource":
         return replace(self, mix=None, **one.overrides())  # type: ignore[arg-type]
 
     def _describe_split(self, split: str) -> str:
@@ -491,7 +491,7 @@ class PairSource:
 
     def _read_split(self, split: str) -> RowTable:
         """Reads all rows of a split and checks that the mapped columns exist."""
-        table = read_table(self.path, *self._split_name(split), self.subset, self.revision)
+        table = read_table(self.path, *self._split_and_key(split), self.subset, self.revision)
         first_line = "the first line of " if isinstance(table, MemoryTable) and table.headed else ""
         self.columns.check(table.column_names, first_line + self._describe_split(split))
         return table
@@ -521,7 +521,7 @@ class PairSource:
 
     def _load_mixture(self, mix: Mapping[str, MixtureSet], split: str) -> PairSet:
         """Loads the pairs of all sets; training pairs are sampled and shuffled with ``mix_seed``."""
-        sources = {name: self._source_of_set(one) for name, one in mix.items()}
+        sources = {name: self._make_set_source(one) for name, one in mix.items()}
         tables = {}
         for name, source in sources.items():
             with name_set_in_errors(name):
@@ -590,7 +590,7 @@ class PairSource:
         if max(train.start, rows.start) < min(train.stop, rows.stop):
             _LOG.warning("%s: data.val_rows and data.train_rows overlap", where)
 
-    def _split_name(self, split: str) -> tuple[str, str]:
+    def _split_and_key(self, split: str) -> tuple[str, str]:
         """Returns the name of a split in the data, and the config key that sets it."""
         option = f"data.{split}_split"
         if self.val_share is not None:

@@ -332,7 +332,7 @@ class PreferenceDataModule(L.LightningDataModule):
             log.warning("the Trainer's accumulate_grad_batches=%d is replaced by the planned %d", asked, planned)
         self.trainer.accumulate_grad_batches = planned
 
-    def read_texts(self) -> EncodedTexts:
+    def read_and_encode(self) -> EncodedTexts:
         """Reads the pairs of both splits and their training ids; cached."""
         if self.texts is None:
             pairs = read_pairs(self._from, self.source, self._store)
@@ -342,7 +342,7 @@ class PreferenceDataModule(L.LightningDataModule):
     def weigh(self) -> WeighedSplits:
         """Computes weights and examples of both splits; cached. ``source`` must have its layer resolved."""
         if self.made is None:
-            texts = self.read_texts()
+            texts = self.read_and_encode()
             recipe = ExampleRecipe(self.source, self._reader, self._transforms, self._align, self._from)
             self.made = make_examples(recipe, texts, self._store, self._device)
         return self.made
@@ -450,7 +450,7 @@ class PreferenceDataModule(L.LightningDataModule):
         if isinstance(self.train_batches.cutting, BatchByTokens):
             self.train_batches.cutting = replace(self.train_batches.cutting, budget=budget)
 
-    def locate_state(self, state: SamplerState) -> tuple[int, int, int]:
+    def locate_saved_position(self, state: SamplerState) -> tuple[int, int, int]:
         """Returns (epoch, consumed micro-batches, total micro-batches in that epoch) for a saved ``state``.
 
         Both counts refer to this run's micro-batches. With an automatic budget, the saved run's budget is restored if

@@ -46,12 +46,12 @@ class ExampleMeans:
         return round(self._sums.get(name, 0.0) / max(1, of * self.count), 5)
 
     @property
-    def mean_arrival(self) -> WeightCoverage:
+    def mean_coverage(self) -> WeightCoverage:
         """Returns the mean coverage, source coverage and kept mass; NaN if there are no examples."""
         names = ("coverage", *COLUMNS)
         return WeightCoverage(*(self.mean(name) if self.count else math.nan for name in names))
 
-    def arrival_numbers(self, source: WeightSource) -> dict[str, float]:
+    def coverage_by_name(self, source: WeightSource) -> dict[str, float]:
         """Returns mean coverage, source coverage and kept mass; only coverage if weights are computed in each step."""
         names = ("coverage",) if isinstance(source, OnlineSource) else ("coverage", *COLUMNS)
         return {name: self.mean(name) for name in names}
@@ -95,17 +95,17 @@ class ExampleStatistics:
         source, every = self._source, self._all
         online = isinstance(source, OnlineSource)
         sets = {
-            name: {**vars(account), "pairs": self._sets[name].count, **self._sets[name].arrival_numbers(source)}
+            name: {**vars(account), "pairs": self._sets[name].count, **self._sets[name].coverage_by_name(source)}
             for name, account in self._accounts.items()
         }
         numbers = {
-            **every.arrival_numbers(source),
+            **every.coverage_by_name(source),
             **({} if online else {"effective_share": every.mean("effective_share"), "mass": every.mean("mass", of=2)}),
             "lengths": percentiles(sizes.longest_branch.tolist()),
             "tokens": token_percentiles(sizes),
             **({"sets": sets} if sets else {}),
         }
-        return SplitStatistics(numbers, every.mean_arrival)
+        return SplitStatistics(numbers, every.mean_coverage)
 
 
 def token_percentiles(sizes: TokenCounts) -> dict[str, dict[str, int]]:

@@ -130,7 +130,7 @@ class ModelScorer:
 # ------------------------------------------------------------------------------------- scorers of a run's weights
 
 
-class RunTexts:
+class RunPairEncoder:
     """Encoder of a run's pairs, with the run's chat format and length rules."""
 
     def __init__(self, chat: ChatFormat, rules: LengthRules) -> None:
@@ -210,7 +210,7 @@ class RunScorers(WeightReader):
     def __init__(self, source: ScoredSource, model: ModelSpec, chat: ChatFormat, rules: LengthRules) -> None:
         self.models, self.reads = source.scorers, 2 * len(source.scorers)
         self.model, self.chat = model, chat
-        self.texts = RunTexts(chat, rules)
+        self.texts = RunPairEncoder(chat, rules)
         for name, scorer in self.models.items():
             check_choice(f"weights.{name}.dtype", scorer.dtype, DTYPES)
             self._check_vocabulary(name, scorer)

@@ -77,7 +77,7 @@ class MemoryTable:
 
 
 @dataclass(frozen=True)
-class LinesOnDisk:
+class JsonLinesOnDisk:
     """Rows of JSON Lines files, parsed on access.
 
     Row i starts at byte ``begins[i]`` of ``files[numbers[i]]``. ``path``: value of ``data.path``, for errors.
@@ -103,7 +103,7 @@ class LinesOnDisk:
             for index in indices:
                 file = opened[self.numbers[index]]
                 file.seek(self.begins[index])
-                row = _try_json(_decode(file.readline()))
+                row = _parse_json_or_error(_decode(file.readline()))
                 if not isinstance(row, dict):
                     name = self.files[self.numbers[index]].name
                     raise UserError(f"data.path={self.path}: {name} changed while it was being read; start again")
@@ -419,7 +419,7 @@ def read_json(files: Iterable[Path], path: str) -> RowTable:
                 columns |= dict.fromkeys(row)
                 numbers.append(number)
                 begins.append(begin)
-    return LinesOnDisk(files, numbers, begins, list(columns), path)
+    return JsonLinesOnDisk(files, numbers, begins, list(columns), path)
 
 
 def read_file_bytes(file: Path, path: str) -> bytes:
@@ -448,7 +448,7 @@ def _is_json_array(file: Path, path: str) -> bool:
 def _read_json_rows(file: Path, path: str) -> Iterator[dict[str, Json]]:
     content = read_file_bytes(file, path)
     text = _decode(content)
-    whole = _try_json(text) if text.lstrip().startswith("[") else None
+    whole = _parse_json_or_error(text) if text.lstrip().startswith("[") else None
     if not isinstance(whole, list):
         yield from (row for _, _, row in _iter_json_lines(io.BytesIO(content), file, path))
         return
@@ -462,7 +462,7 @@ def _iter_json_lines(lines: Iterable[bytes], file: Path, path: str) -> Iterator[
     for number, line in enumerate(lines, 1):  # bytes, because U+2028 and others do not end a line of JSON
         text = _decode(line).removesuffix("\n")
         if text.strip():
-            row = _try_json(text)
+            row = _parse_json_or_error(text)
             if isinstance(row, Exception):
                 raise UserError(
                     f"data.path={path}: {file.name}, line {number} is not JSON ({row}): {text[:40]!r}; expected one "
@@ -486,7 +486,7 @@ def _decode(content: bytes) -> str:
     return content.decode("utf-8", errors="surrogateescape").removeprefix("\ufeff")
 
 
-def _try_json(text: str) -> Json | Exception:
+def _parse_json_or_error(text: str) -> Json | Exception:
     """Parses a JSON string; returns the exception if the string is invalid."""
     try:
         value: Json = parse_json(text)
@@ -516,7 +516,7 @@ def read_csv(files: Iterable[Path], path: str) -> MemoryTable:
         header = next(cells, None)
         if header is None:
             continue
-        found = _parse_header(header[1], _delimiter(file), where)
+        found = _parse_header(header[1], _delimiter_for(file), where)
         if names is not None and found != names:
             raise UserError(
                 f"{where} has the columns {', '.join(found)}, but the first file has {', '.join(names)}: all "
@@ -524,12 +524,12 @@ def read_csv(files: Iterable[Path], path: str) -> MemoryTable:
             )
         names = found
         rows += _rows_to_dicts(cells, names, where)
-    _warn_missing_words(rows, path)
+    _warn_about_null_words(rows, path)
     named = [name for name in names or [] if name]
     return MemoryTable([{name: row[name] for name in named} for row in rows], named, headed=True)
 
 
-def _delimiter(file: Path) -> str:
+def _delimiter_for(file: Path) -> str:
     return _MARKS[Path(file.name.removesuffix(".gz")).suffix]
 
 
@@ -544,7 +544,7 @@ def _iter_csv_rows(file: Path, path: str, where: str) -> Iterator[tuple[int, lis
             'spreadsheets call "CSV UTF-8"'
         ) from error
     before = csv.field_size_limit(max(len(text), 1))
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(file), strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter_for(file), strict=True)
     try:
         yield from [(reader.line_num, row) for row in reader if row]
     except csv.Error as error:
@@ -587,7 +587,7 @@ def _rows_to_dicts(cells: Iterator[tuple[int, list[str]]], names: list[str], whe
         yield {name: cell or None for name, cell in zip(names, row, strict=True)}
 
 
-def _warn_missing_words(rows: list[dict[str, object]], path: str) -> None:
+def _warn_about_null_words(rows: list[dict[str, object]], path: str) -> None:
     """Warns if cells consist only of a word such as "NaN" or "null", which is read as a string."""
     like = [
         number

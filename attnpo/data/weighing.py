@@ -118,7 +118,7 @@ def weigh_splits(
     key = weights_key(source, reader.fingerprint(), reader.prompts_fingerprint())
     columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if reader.verdict else [])]
     table = store.table(WEIGHTS, key)
-    lacking = _log_stored(table, set(list_pair_ids(share)), encoded, columns, reader.rounds, len(layers))
+    lacking = _log_stored_weights(table, set(list_pair_ids(share)), encoded, columns, reader.rounds, len(layers))
     labels = LabelCheck(reader, store, wanted) if isinstance(reader, RunJudge) else None
 
     def refuse_multiple_processes(lacks: str) -> None:
@@ -214,7 +214,7 @@ def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dic
     return {"columns": list(source.columns), "values": found.hexdigest()}
 
 
-def _log_stored(
+def _log_stored_weights(
     table: StoreTable, wanted: set[str], encoded: Mapping[str, EncodedSet], columns: list[str], rounds: int, layers: int
 ) -> int:
     """Logs how many wanted pairs are stored and the size of the missing ones; returns the number missing."""
@@ -223,7 +223,7 @@ def _log_stored(
     for made in encoded.values():
         of_pairs = np.sum(count_row_tokens(made.encoded).responses, axis=0)
         tokens += rounds * int(of_pairs[[pair_id in lacking for pair_id in list_pair_ids(made.pairs)]].sum())
-    log_store("weights", table, len(wanted), len(lacking), estimate_bytes(tokens, layers))
+    log_stored_pairs("weights", table, len(wanted), len(lacking), estimate_bytes(tokens, layers))
     return len(lacking)
 
 
@@ -261,7 +261,7 @@ def _log_unreadable(table: StoreTable, wanted: list[str], columns: list[str], re
         )
 
 
-def log_store(what: str, table: StoreTable, total: int, lacking: int, size: int) -> None:
+def log_stored_pairs(what: str, table: StoreTable, total: int, lacking: int, size: int) -> None:
     """Logs how many pairs of ``what`` are stored and, if any are missing, why and how much will be written.
 
     If all are missing, also logs the first difference from the key of the most similar stored table. ``size``: upper

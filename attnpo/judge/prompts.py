@@ -24,7 +24,7 @@ import numpy as np
 from attnpo.judge.base import JudgePrompt
 from attnpo.judge.settings import Assembly, JudgeRules, SpanMode, TraceRules
 from attnpo.schema import SIDES, Message, PreferencePair, UserError, digest
-from attnpo.text.chat import SENTINEL, ChatFormat, check_text, locate_in_frame, split_frame
+from attnpo.text.chat import SENTINEL, ChatFormat, check_surrogates, locate_in_frame, split_frame
 from attnpo.text.ranges import Range, as_array, as_ranges, extend_over_gaps
 from attnpo.text.traces import weighted_start
 
@@ -385,7 +385,7 @@ class JudgePromptBuilder:
         """
         question, cut = question_text(pair.prompt), False
         try:
-            check_text(question, "the prompt")
+            check_surrogates(question, "the prompt")
             shown = {side: self._prepare_answer(pair, side) for side in SIDES}
             rounds = self._tokenize_rounds(question, shown)
             if max(len(placed.ids) for placed in rounds) >= self._limit:
@@ -408,7 +408,7 @@ class JudgePromptBuilder:
     def _prepare_answer(self, pair: PreferencePair, side: str) -> _JudgedAnswer:
         """Returns a response as the judge sees it, without a trace that is weighed apart."""
         response, begins = pair.response(side), weighted_start(pair, side)
-        check_text(response, f"the {side} response")
+        check_surrogates(response, f"the {side} response")
         if self.rules.assembly is Assembly.IDS:
             encoded = self._training.encode(pair.prompt, response)
             content = [i for i, (start, end) in enumerate(encoded.offsets) if end > max(start, begins)]

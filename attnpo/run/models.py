@@ -22,7 +22,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
 from attnpo.data.prepared import prepare_logps
 from attnpo.data.rules import BatchPlan, LengthRules
-from attnpo.data.weighing import log_store
+from attnpo.data.weighing import log_stored_pairs
 from attnpo.models.backbone import freeze, is_materialised
 from attnpo.models.compiled import check_compiled_blocks, compile_blocks
 from attnpo.models.layouts import LAYOUTS, Layout
@@ -75,7 +75,7 @@ def fill_reference_table(
     wanted = list(places) if shard is None else list(places)[shard[0] :: shard[1]]
     lacking = [places[pair_id] for pair_id in table.missing_pairs(wanted, SIDES)]
     tokens = sum(count for *_, count in lacking)
-    log_store("reference log-probs", table, len(wanted), len(lacking), BYTES_PER_TOKEN * tokens)
+    log_stored_pairs("reference log-probs", table, len(wanted), len(lacking), BYTES_PER_TOKEN * tokens)
     if lacking and shard is None and world_size() > 1:
         raise UserError(
             "reference log-probs are missing from the store, which a job of several processes cannot fill; fill it "

@@ -23,7 +23,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.prepare import ExampleSet
 from attnpo.data.rules import AUTO, BatchPlan
-from attnpo.data.weighing import log_store
+from attnpo.data.weighing import log_stored_pairs
 from attnpo.models.layouts import padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
@@ -199,7 +199,7 @@ def make_reference_recorder(
     lacking = table.missing_pairs(pair_ids, SIDES)
     tokens = sum(int(np.sum(count_row_tokens(made.examples).responses)) for made in sets.values())
     size = BYTES_PER_TOKEN * tokens * len(lacking) // max(1, len(pair_ids))
-    log_store("reference log-probs", table, len(pair_ids), len(lacking), size)
+    log_stored_pairs("reference log-probs", table, len(pair_ids), len(lacking), size)
     if not lacking:
         return None
 

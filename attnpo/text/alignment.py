@@ -93,7 +93,7 @@ def align(
     )
 
 
-def mark_differing(
+def mark_differing_tokens(
     first: Sequence[int], second: Sequence[int], min_match: int = 1
 ) -> tuple[Bool[Tensor, " n"], Bool[Tensor, " m"]]:
     """Marks the tokens of two responses that have no equal counterpart in an optimal edit alignment.

@@ -37,7 +37,7 @@ from attnpo.text.template import (
     settable_variables,
     to_template_turns,
 )
-from attnpo.text.template import check_text as check_text
+from attnpo.text.template import check_surrogates as check_surrogates
 from attnpo.text.template import locate_in_frame as locate_in_frame
 from attnpo.text.template import split_frame as split_frame
 from attnpo.text.traces import TextSpan, add_trace, get_trace, has_trace, locate_trace, strip_trace, to_response_ranges
@@ -131,7 +131,7 @@ NOT_A_PREFIX = "prompt is not a token prefix"
 _FAULTS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 
-class TokenRows:
+class EmbeddedIds:
     """Ids that have an embedding in the model: ids below ``count``, or all ids if ``count`` is None.
 
     Logs a warning if the padding token has no embedding.
@@ -258,7 +258,7 @@ class ChatFormat:
             )
         self.chosen = choose_template(tokenizer, chat_template, fallback, part)
         self.chat_template = prepend_options(self.chosen.text, tokenizer, kwargs, fold_system, part)
-        self._part, self._folds, self.rows = part, fold_system, TokenRows(tokenizer, rows)
+        self._part, self._folds, self.rows = part, fold_system, EmbeddedIds(tokenizer, rows)
         if "strftime_now" in self.chat_template:
             log.warning("the chat template writes today's date: prompts, and results stored for them, change every day")
         self.tokenizer = tokenizer
@@ -396,7 +396,7 @@ class ChatFormat:
         Raises:
             UserError: the text has lone surrogates, or the model has no embedding for a token.
         """
-        check_text(text, "the rendered text")
+        check_surrogates(text, "the rendered text")
         return self._read_encoding(self._backend.encode(text, add_special_tokens=False), start)
 
     def _read_encoding(self, encoding: "Encoding", start: bool = True) -> tuple[list[int], list[Range]]:
@@ -503,13 +503,13 @@ class ChatFormat:
         try:
             with self._limit_rendering():
                 for response in responses:
-                    check_text(response, "the response")
+                    check_surrogates(response, "the response")
                     if before is None:
                         unread = self._ignores_tools(prompt)
                         before = self._render(prompt, add_generation_prompt=True)
                     full = self._render_with_response(prompt, before, response)
                     pieces = self._locate_response(prompt, before, full, response)
-                    check_text(full, "the rendered text")
+                    check_surrogates(full, "the rendered text")
                     placed.append(_Conversation(full, len(before), pieces, response))
         except UserError as error:
             problem = error
@@ -591,7 +591,7 @@ class ChatFormat:
         """Locates the response in ``full``: as one span, or as separate spans for tags, trace and answer."""
         for learn in (False, True):
             if learn or self._frame is None:
-                self._frame = self._learn_frame(prompt, before, has_trace(response))
+                self._frame = self._find_answer_frame(prompt, before, has_trace(response))
             place = locate_in_frame(full[len(before) :], self._frame, response)
             if place is not None:
                 return [TextSpan(place[1] + len(before), place[2] + len(before), place[0])]
@@ -606,7 +606,7 @@ class ChatFormat:
             f"{_LEAVE_OUT * has_trace(response)}set model.chat_template to another template",
         )
 
-    def _learn_frame(self, prompt: Sequence[Message], before: str, traced: bool) -> tuple[str, str]:
+    def _find_answer_frame(self, prompt: Sequence[Message], before: str, traced: bool) -> tuple[str, str]:
         """Returns the text before and after an answer, rendered with a trace if the template fails without."""
         try:
             probe = self._render_with_response(prompt, before, SENTINEL)

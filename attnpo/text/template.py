@@ -39,7 +39,7 @@ class RunawayTemplate(UserError):
     """Error for a chat template that exceeds the time or memory limit for rendering."""
 
 
-def check_text(text: str, what: str) -> None:
+def check_surrogates(text: str, what: str) -> None:
     """Raises UserError, which names ``what``, if ``text`` has a lone surrogate, which cannot be encoded."""
     try:
         text.encode()

@@ -52,7 +52,7 @@ class ExactResume(L.Callback):
         self._random = list(saved.get("random", []))
         data, state = getattr(trainer, "datamodule", None), checkpoint.get(PreferenceDataModule.__name__)
         if isinstance(data, PreferenceDataModule) and state and "loops" in checkpoint:
-            epoch, batches, length = data.locate_state(state)
+            epoch, batches, length = data.locate_saved_position(state)
             trainer.accumulate_grad_batches = data.accumulation_steps(trainer.world_size)
             set_loop_counters(checkpoint["loops"]["fit_loop"], checkpoint["global_step"], epoch, batches, length)
 

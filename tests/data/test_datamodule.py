@@ -171,14 +171,14 @@ def test_a_state_goes_on_with_the_budget_it_was_saved_with() -> None:
     assert per_step > 1
     for batches, chosen, used in ((1, 64, 40), (1, 96, 40), (per_step, 64, 40), (per_step, 96, 96)):
         data = budgeted(PADDED, chosen, auto=True)
-        _, consumed, length = data.locate_state({**sampler.state_dict(batches), "budgets": [64, 40]})
+        _, consumed, length = data.locate_saved_position({**sampler.state_dict(batches), "budgets": [64, 40]})
         assert data.token_budgets == (used, 64), (batches, chosen)
         expected = budgeted(PADDED, used)._make_sampler(0, 1)
         assert (consumed == batches) if used == 40 else (consumed == expected.split.accumulation)
         assert length == len(expected)
     fixed = budgeted(PADDED, 64)
     with pytest.raises(UserError, match="within an optimizer step"):
-        fixed.locate_state({**sampler.state_dict(1), "budgets": [64, 40]})
+        fixed.locate_saved_position({**sampler.state_dict(1), "budgets": [64, 40]})
 
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=sorted(COSTS))

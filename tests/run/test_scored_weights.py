@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from attnpo.data.collate import collate
 from attnpo.data.prepare import VOID
-from attnpo.data.scoring import RunScorers, RunTexts
+from attnpo.data.scoring import RunPairEncoder, RunScorers
 from attnpo.lab.testbed.pretrain import new_model
 from attnpo.lab.testbed.tokenizer import build_tokenizer
 from attnpo.models.layouts import padded_layout
@@ -99,7 +99,7 @@ def test_one_frozen_model_under_two_instructions(
     assert inputs.weighed.report is not None and inputs.weighed.report.computed == PAIRS
     raw = [item.chosen.weights for pair in inputs.weighed.captured.values() for item in pair.rounds]
     assert any(row.abs().max() > 1e-3 for row in raw)
-    texts, pair = RunTexts(made.base.chat, made.cfg.lengths), made.cfg.data.load("train").pairs[0]
+    texts, pair = RunPairEncoder(made.base.chat, made.cfg.lengths), made.cfg.data.load("train").pairs[0]
     plain = texts.encode(pair)
     asked, cut = texts.add_instruction(pair, plain, "good film")
     assert not cut
@@ -111,12 +111,12 @@ def test_one_frozen_model_under_two_instructions(
 def test_an_instruction_that_does_not_fit_is_kept_and_the_prompt_is_cut(world: World) -> None:
     cfg, base, *_ = resolve(world.config("weights=contrast_prompt"))
     pair = cfg.data.load("train").pairs[0]
-    plain = RunTexts(base.chat, cfg.lengths).encode(pair)
+    plain = RunPairEncoder(base.chat, cfg.lengths).encode(pair)
     room = max(len(one.prompt_ids) + len(one.response_ids) for one in plain.values())
     most = max(len(one.prompt_ids) for one in plain.values())
     limits = (f"lengths.max_length={room}", f"lengths.max_prompt_length={most}")
     tight = resolve(world.config("weights=contrast_prompt", *limits))
-    texts = RunTexts(tight.base.chat, tight.cfg.lengths)
+    texts = RunPairEncoder(tight.base.chat, tight.cfg.lengths)
     asked, cut = texts.add_instruction(pair, texts.encode(pair), "good film")
     longest = max(SIDES, key=lambda side: len(plain[side].response_ids))
     assert cut and len(asked[longest].prompt_ids) == len(plain[longest].prompt_ids)

@@ -12,7 +12,7 @@ from attnpo.models.scored import ScoredLM
 from attnpo.objectives.ipo import IPO
 from attnpo.objectives.twdpo import OTPO, TwDPO
 from attnpo.schema import SIDES, EncodedResponse, PreferenceBatch, TokenStats
-from attnpo.text.alignment import mark_differing
+from attnpo.text.alignment import mark_differing_tokens
 from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
 from attnpo.weights.pipeline import training_weights
@@ -59,7 +59,7 @@ def test_decay_far_out_underflows_to_zero_and_nothing_else() -> None:
 
 def marks(first: str, second: str, least: int = 1) -> tuple[str, str]:
     """The two texts, a token per letter, with a star on each that differs."""
-    found = mark_differing([ord(letter) for letter in first], [ord(letter) for letter in second], least)
+    found = mark_differing_tokens([ord(letter) for letter in first], [ord(letter) for letter in second], least)
     one, two = (
         "".join("*" if star else letter for letter, star in zip(text, row.tolist(), strict=True))
         for text, row in zip((first, second), found, strict=True)

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.schema import SIDES, EncodedResponse, Kind, PreferencePair, UserError, check_at_least
-from attnpo.text.alignment import mark_differing
+from attnpo.text.alignment import mark_differing_tokens
 from attnpo.weights.base import TextSource
 
 
@@ -48,7 +48,7 @@ class Edits(TextSource):
         }
         chosen, rejected = ([encoded[side].response_ids[place] for place in holding[side]] for side in SIDES)
         found = {}
-        for side, changed in zip(SIDES, mark_differing(chosen, rejected, self.min_match), strict=True):
+        for side, changed in zip(SIDES, mark_differing_tokens(chosen, rejected, self.min_match), strict=True):
             row = torch.full((len(encoded[side].response_ids),), self.same, dtype=torch.float64)
             row[torch.tensor(holding[side], dtype=torch.long)[changed]] = self.changed
             found[side] = (row / row.sum() if self.average and bool(row.any()) else row).float()

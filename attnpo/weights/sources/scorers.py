@@ -39,7 +39,7 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class TrainingTexts(Protocol):
-    """Encodes pairs as training ids; implemented by ``attnpo.data.scoring.RunTexts``."""
+    """Encodes pairs as training ids; implemented by ``attnpo.data.scoring.RunPairEncoder``."""
 
     def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
         """Returns the training ids by side; raises ``attnpo.text.chat.RefusedText`` if the pair has none."""
