@@ -37,14 +37,14 @@ class ComposedConfig:
         return parse_as(self.raw, FitConfig)
 
     def with_paths(self, model: str, data: str | None) -> FitConfig:
-        """Returns the typed root config, with missing paths of model and data filled in."""
+        """Returns the typed root config, with missing model and data paths filled in."""
         cfg = self.config
         for key in missing_path_keys(cfg.model, cfg.data):
             cfg = cfg.with_value(key, model if key == "model.path" else data)
         return cfg
 
     def with_values(self, values: Mapping[str, Json], overrides: Sequence[str] = ()) -> "ComposedConfig":
-        """Returns a copy with new values by key; interpolations such as ``${seed}`` follow them."""
+        """Returns a copy with ``values`` set by key; interpolations such as ``${seed}`` then resolve to them."""
         raw, given = self.raw.copy(), merge_overrides(self.overrides, overrides)
         for key, value in values.items():
             OmegaConf.update(raw, key, value)
@@ -66,7 +66,7 @@ def override_key(override: str) -> str:
 
 
 def merge_overrides(*layers: Sequence[str]) -> list[str]:
-    """Merges lists of overrides; a later override replaces earlier ones of the same key."""
+    """Merges lists of overrides; a later override replaces earlier ones for the same key."""
     merged: dict[str, str] = {}
     for override in (item for layer in layers for item in layer):
         merged.pop(override_key(override), None)
@@ -104,14 +104,15 @@ class Composer:
         return self.study.all_arms(self.truth)
 
     def overrides_for_points(self) -> list[str]:
-        """Returns the user's overrides that apply to points: all except those of the study's own keys and its grids."""
+        """Returns the user's overrides that apply to points: all except those for keys that only a study has."""
         return [override for override in self.overrides if not override_key(override).startswith(OF_STUDY)]
 
     def compose_arm(self, overrides: Sequence[str], world: str = ONLY) -> ComposedConfig:
         """Composes the config of one arm in one world.
 
         An arm's overrides take precedence over those of its world, which take precedence over the user's. A user
-        override such as ``weights.layer=2`` applies to arms that have this key; other arms drop it with a log line.
+        override such as ``weights.layer=2`` applies to the arms that have this key; for other arms it is ignored and
+        logged.
         """
         user, single = self.overrides_for_points(), [SINGLE, "seeds=null", f"seed={self.seed}", *self.tracked]
         chosen = [*self.study.worlds.get(world, []), *overrides]
@@ -124,12 +125,14 @@ class Composer:
         except UserError:
             if not foreign:
                 raise
-        log.info("arm %s: override %s does not apply to it and is ignored", " ".join(overrides), " ".join(foreign))
+        log.info(
+            "arm %s: ignoring override %s, which does not apply to this arm", " ".join(overrides), " ".join(foreign)
+        )
         merged = merge_overrides(self.study.shared, [item for item in user if item not in foreign], chosen, single)
         return ComposedConfig(compose("fit", merged, self.config_dir), merged)
 
     def compose_all_arms(self) -> dict[tuple[str, str], ComposedConfig]:
-        """Composes the configs of all arms by world and name; the layer arm is not split yet."""
+        """Composes the configs of all arms by world and name; the layer arm is not yet split into single layers."""
         return {
             (world, name): self.compose_arm(overrides, world)
             for world in self.study.worlds or [ONLY]
@@ -163,13 +166,13 @@ def check_user_overrides(composer: Composer, result: Mapping[str, object]) -> No
     """Checks that the user's overrides do not conflict with the study.
 
     An arm's layer, and keys that an arm interpolates from others (``${...}``), may be overridden: the arm keeps its own
-    value and the other arms take the user's. ``result``: result-relevant settings of the command as composed
+    value and the other arms take the user's. ``result``: settings of the composed command that can change its results
     (``RunIdentity.result``).
 
     Raises:
-        UserError: an override sets a group that arms choose, a key that an arm, a world or the grid sets, or a layer or
-            judge in which arms differ; no arm has the key; or the experiment sets more than its study and seed, which
-            points would not get because they are composed without the experiment.
+        UserError: an override sets a config group that arms choose, a key that an arm, a world or the grid sets, or a
+            layer or judge that differs between arms; no arm has the key of an override; or the experiment sets more
+            than its study and seed, which points would not get because they are composed without the experiment.
     """
     study, user, arms = composer.study, composer.overrides_for_points(), list(composer.arms.values())
     chosen = {override_key(item) for overrides in arms for item in overrides if "." not in override_key(item)}
@@ -206,17 +209,17 @@ def _arm_key_conflicts(composer: Composer, user: Sequence[str], chosen: set[str]
         key = override_key(override)
         if _has_overlap(key, own):
             yield (
-                f"its arms differ in {key}, so {override} would change some of them to settings that contradict their "
-                "names: remove the override"
+                f"the arms differ in {key}, so {override} would give some arms settings that contradict the arm names: "
+                f"remove the override"
             )
         if composer.study.layers and key == LAYERS:
             yield (
-                f"study.layers makes one arm per layer, but {override} would make all of them read the same layers: "
+                f"study.layers makes one arm per layer, but {override} would make all these arms read the same layers: "
                 f"give study.layers={override.partition('=')[2]} instead"
             )
         if "judge" in chosen and key in WHOSE:
             yield (
-                f"its arms use different judges, but {override} would make them use the same one: give "
+                f"the arms use different judges, but {override} would make all arms use the same one: give "
                 "other_judge.path to change the second judge"
             )
 
@@ -233,7 +236,7 @@ def _grid_conflicts(composer: Composer, user: Sequence[str]) -> Iterator[str]:
 
 
 def _grids_by_key(composer: Composer) -> Iterator[tuple[str, Grid]]:
-    """Yields the grids in use by the study's arms, each with the config key that overrides it."""
+    """Yields each grid that an arm of the study uses, with the config key that overrides the grid."""
     study, arms, node = composer.study, composer.arms, composer.raw_study_node
     named = {"study.grid": (node.get("grid"), study.grid)} if any(name not in study.grids for name in arms) else {}
     own = node.get("grids") or {}
@@ -272,7 +275,7 @@ def check_distinct_arms(
     layers such as "last".
 
     Raises:
-        UserError: two arms are identical; the message names both.
+        UserError: two arms would train identical points; the message names both.
     """
     seen: dict[str, Arm] = {}
     for arm in arms:
@@ -281,8 +284,8 @@ def check_distinct_arms(
         other = seen.setdefault(f"{arm.world}/{same}", arm)
         if other is not arm:
             raise UserError(
-                f"study {study.name}: its arms {other.label} and {arm.label} would train identical runs: remove the "
-                "override that makes them equal, or one of the arms"
+                f"study {study.name}: arms {other.label} and {arm.label} would train identical runs: remove the "
+                f"override that makes the two equal, or one of the arms"
             )
 
 
@@ -297,7 +300,7 @@ def _training_identity(made: ComposedConfig, grid: Grid, depth: int) -> dict[str
 
 
 def point_config(arm: ComposedConfig, point: Point, scorers: Mapping[str, str] | None = None) -> ComposedConfig:
-    """Returns the config of a point, derived from its arm's; ``scorers``: model folders of trained scorers by name."""
+    """Returns the config of a point, derived from ``arm``. ``scorers``: model folders of trained scorers by name."""
     named = scorer_names_by_key(arm.overrides).items() if scorers else ()
     paths = [f"{key}={quote(scorers[name])}" for key, name in named if scorers]
     own = [*point.values, f"seed={point.seed}", *paths]
@@ -307,15 +310,15 @@ def point_config(arm: ComposedConfig, point: Point, scorers: Mapping[str, str] |
 
 
 def parse_yaml_value(text: str) -> Json:
-    """Parses the text of an override's value as YAML."""
+    """Parses the value of an override as YAML."""
     return to_container(DictConfig(OmegaConf.create(f"value: {text}")))["value"]
 
 
 def point_folder(folder: Path, point: Point, result: Mapping[str, object], facts: Mapping[str, object]) -> Path:
     """Returns the run folder of a point, named by arm, grid values, seed and ``run_digest``.
 
-    ``result``: result-relevant settings of its config (``RunIdentity.result``). ``facts``: fingerprints of contents of
-    its paths, and of the code.
+    ``result``: settings of the point's config that can change its results (``RunIdentity.result``). ``facts``:
+    fingerprints of the code and of the files and folders that the config names.
     """
     settings = [value.partition("=") for value in point.values]
     world = [point.arm.world] if point.arm.world else []
@@ -324,7 +327,7 @@ def point_folder(folder: Path, point: Point, result: Mapping[str, object], facts
 
 
 def run_digest(result: Mapping[str, object], facts: Mapping[str, object]) -> str:
-    """Returns the digest of everything that can change a run's results: settings, files they name, and ``facts``."""
+    """Returns the digest of everything that can change a run's results: settings, files named there, and ``facts``."""
     return digest({"config": result, "files": digest_named_files(result), "facts": dict(facts)})
 
 
@@ -344,9 +347,10 @@ LATER = {
 
 
 def arm_identity(result: Mapping[str, object]) -> dict[str, object]:
-    """Returns the settings in ``result`` that identify an arm: all except seeds, which differ between its points.
+    """Returns the settings in ``result`` that identify an arm: all except seeds, which differ between an arm's points.
 
-    Options added in later versions are left out at their old behaviour, so that digests of older studies stay valid.
+    An option added in a later version is left out while it has the value that older configs imply, so that digests of
+    older studies stay valid.
     """
     return {
         key: value

@@ -19,15 +19,16 @@ from attnpo.schema import UserError
 from attnpo.system.files import Json
 
 OF_BASE = "BASE"
-"""Placeholder in ``study.evaluate`` for the path of the base of a row's world and seed."""
+"""Placeholder in ``study.evaluate`` for the path of a row's base, which depends on the row's world and seed."""
 GRAMMAR = "benchmark.grammar"
 
 
 @dataclass(frozen=True)
 class EvaluationConfigs:
-    """Factory of a study's evaluation configs, with the user's configs in ``config_dir`` and one ``accelerator``.
+    """Composer of a study's evaluation configs, which all share one ``accelerator``.
 
-    ``grammar``: grammar of the study's own world; empty if there is none.
+    ``config_dir``: folder with the user's own configs. ``grammar``: grammar of the study's own world; empty if there is
+    none.
     """
 
     study: Study
@@ -43,9 +44,10 @@ class EvaluationConfigs:
         grammar: Mapping[str, Json] | None = None,
         **named: str,
     ) -> EvaluateConfig:
-        """Composes the config of ``attnpo.evaluate`` for one model; ``named`` has ``label`` and ``output``.
+        """Composes the config of ``attnpo.evaluate`` for one model. ``named``: values of ``label`` and ``output``.
 
-        ``grammar``: grammar of the model's world, for benchmarks that need one; ``study.evaluate`` takes precedence.
+        ``grammar``: grammar of the model's world, for benchmarks that need one; a grammar in ``study.evaluate`` takes
+        precedence.
 
         Raises:
             UserError: the config is invalid.
@@ -93,7 +95,8 @@ def prepared_grammar(prepare: Json) -> Mapping[str, Json]:
 def check_benchmarks(evaluations: EvaluationConfigs, base: ModelSpec | None) -> None:
     """Checks a study's benchmarks, to find errors before anything is trained.
 
-    ``base``: model that training starts from; None if it is not built yet, which skips settings that refer to it.
+    ``base``: model that training starts from; None if it is not built yet, in which case settings that refer to it are
+    not checked.
 
     Raises:
         UserError: unknown benchmark or key, missing data, a grader without its API key or package, a cost limit

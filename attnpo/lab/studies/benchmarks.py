@@ -1,7 +1,8 @@
 """Evaluates a study's models on benchmarks: the base, the chosen point of every arm, and published models.
 
 Evaluations are saved in ``benchmarks/BENCHMARK/ROW`` of the study's folder, and a repeated command resumes them. Points
-save no checkpoint, so a chosen point runs once more to get its model; the only point of an arm saves its model at once.
+save no checkpoint, so a chosen point runs once more to save its model; if an arm has a single point, the first run
+already saves the model.
 """
 
 import logging
@@ -46,8 +47,8 @@ CLOSE = 1e-6  # relative tolerance, since GPU kernels may sum in any order
 class BenchmarkTarget:
     """Model to evaluate for the table row ``name`` of a world.
 
-    ``label``: name of the model in its own reports. ``folder``: name of its evaluation folder. ``base``: path of the
-    base of its world and seed. ``lost``: error if there is no model.
+    ``label``: name of the model in its evaluation's reports. ``folder``: name of the evaluation folder. ``base``: path
+    of the base for the model's world and seed. ``lost``: reason why there is no model; empty if there is one.
     """
 
     world: str
@@ -65,7 +66,7 @@ class BenchmarkTarget:
 def log_grading_cost(
     evaluations: EvaluationConfigs, arms: Sequence[Arm], bases: Mapping[WorldSeed, SharedInputs], folder: Path
 ) -> None:
-    """Logs the maximum number of grading calls of the whole study, with their tokens and cost."""
+    """Logs the maximum number of grading calls in the whole study, with the tokens and cost of these calls."""
     study = evaluations.study
     model = next(basis.model for basis in bases.values() if basis.model is not None)
     points = sum(arm.world == world for arm in arms for world, _ in bases)
@@ -84,7 +85,7 @@ def log_grading_cost(
         every = replace(one, **numbers)
         log.info(
             "study %s, benchmark %s: %d models with %d grading calls each, %d calls in total: %s; this assumes answers "
-            "of maximum length, and stored replies are not requested again",
+            "of maximum length; calls with a stored reply are not repeated",
             *(study.name, name, rows, one.calls, every.calls, every.describe_cost()),
         )
 
@@ -174,7 +175,7 @@ def _published_targets(outcome: Outcome, bases: Mapping[WorldSeed, SharedInputs]
 def _evaluate_target(
     evaluations: EvaluationConfigs, benchmark: str, one: BenchmarkTarget, grammar: Mapping[str, Json], folder: Path
 ) -> EvaluationResult | str:
-    """Evaluates one model on one benchmark, saving to ``folder``; returns the result, or the error as text."""
+    """Evaluates one model on one benchmark, saving to ``folder``; returns the result, or an error message."""
     log.info("benchmark %s: evaluating %s", benchmark, one.label)
     try:
         made = evaluations.compose_config(benchmark, one.model, one.base, grammar, label=one.label, output=str(folder))
@@ -190,14 +191,14 @@ def _evaluate_target(
         return "some grading calls got no reply; run the same command again to repeat them"
     score = result.score(result.main)
     if score is None or not math.isfinite(score.mean):
-        return f"its score {result.main} is not a finite number; see {folder}"
+        return f"the score {result.main} is not a finite number; see {folder}"
     return result
 
 
 def remaining_limits(limits: GradingLimits, grader: Grader, folder: Path) -> dict[str, float]:
-    """Returns the rest of ``limits.max_cost`` and ``limits.max_calls`` by key, after a study's other evaluations.
+    """Returns the parts of ``limits.max_cost`` and ``limits.max_calls`` left by a study's other evaluations, by key.
 
-    A single evaluation applies these limits to its own folder; in a study they apply to all sibling folders together.
+    Outside studies, these limits apply to the folder of one evaluation; in a study, to all sibling folders together.
     """
     if limits.max_cost is None and limits.max_calls is None:
         return {}
@@ -212,7 +213,7 @@ def remaining_limits(limits: GradingLimits, grader: Grader, folder: Path) -> dic
 
 
 def combine_seed_scores(found: Sequence[EvaluationResult | str]) -> RowScore:
-    """Combines a row's evaluations, one per seed, into its score; failed evaluations are error texts."""
+    """Combines a row's evaluations, one per seed, into one score; a failed evaluation is given as its error message."""
     results = [each for each in found if not isinstance(each, str)]
     scores = [score for each in results if (score := each.score(each.main)) is not None]
     if not scores:
@@ -237,7 +238,7 @@ def combine_seed_scores(found: Sequence[EvaluationResult | str]) -> RowScore:
 
 @dataclass(frozen=True)
 class ModelExport:
-    """Chosen point and the run folder with its model; ``wanted``: the user wants checkpoints of all points."""
+    """Chosen point and the run folder with its model. ``wanted``: whether the user wants checkpoints of all points."""
 
     point: Point
     result: RunResult
@@ -257,9 +258,9 @@ def export_chosen_models(
     bases: Mapping[WorldSeed, SharedInputs],
     workers: WorkerSettings,
 ) -> tuple[list[ModelExport], dict[Point, str], list[str]]:
-    """Makes the models of all chosen points; returns the exports, errors by point, and warnings.
+    """Makes the models of all chosen points; returns the exports, error messages by point, and warnings.
 
-    A saved model is reused if its settings and inputs are unchanged: the name of its folder has their digest.
+    A saved model is reused if settings and inputs are unchanged: the folder name contains a digest of both.
     """
     study, folder = outcome.study, outcome.folder
     chosen: list[ModelExport] = []
@@ -301,7 +302,7 @@ def _rerun_points(study: str, exports: list[ModelExport], workers: WorkerSetting
 
 
 def _score_change_warning(export: ModelExport) -> str | None:
-    """Returns a warning if the run that saved the model has different scores than the chosen point."""
+    """Returns a warning if the run that saved the model has scores that differ from those of the chosen point."""
     again = read_result(export.run)[0]
     pairs = (
         {}
@@ -311,8 +312,9 @@ def _score_change_warning(export: ModelExport) -> str | None:
     for name, (was, now) in pairs.items():
         if not (math.isclose(was, now, rel_tol=CLOSE, abs_tol=CLOSE) or (math.isnan(was) and math.isnan(now))):
             return (
-                f"WARNING {export.point.label}: when run again to save its model, its {name} was {now:.6g} instead of "
-                f"{was:.6g}; benchmark scores are those of the new model, other columns those of the first run"
+                f"WARNING {export.point.label}: when the point ran again to save its model, {name} was {now:.6g} "
+                f"instead of {was:.6g}; benchmark scores are those of the new model, other columns those of the first "
+                f"run"
             )
     return None
 

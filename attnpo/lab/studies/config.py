@@ -41,7 +41,7 @@ class FitConfig(RunConfig):
 
     def __post_init__(self) -> None:
         if self.seeds is not None and self.seeds < 1:
-            raise UserError(f"seeds: expected at least 1, or null for the study's own number, got {self.seeds}")
+            raise UserError(f"seeds: expected at least 1, or null for the number that the study sets, got {self.seeds}")
         if self.verbalized_epochs < 1:
             raise UserError(f"verbalized_epochs: expected at least 1, got {self.verbalized_epochs}")
         if self.study is not None:
@@ -49,21 +49,21 @@ class FitConfig(RunConfig):
             knobs = [item.partition("=")[0] for item in sets if item.startswith("prepare.")]
             if knobs and self.prepare is None:
                 raise UserError(
-                    f"study {self.study.name}: its worlds set {knobs[0]}, but this setting builds no world "
+                    f"study {self.study.name}: the study's worlds set {knobs[0]}, but this setting builds no world "
                     "(prepare=null): remove setting=, or choose setting=testbed"
                 )
         super().__post_init__()
 
     def seed_count(self) -> int:
-        """Returns the number of seeds, counted up from ``seed``: ``seeds`` if given, else the study's own number."""
+        """Returns the number of consecutive seeds from ``seed`` on: ``seeds`` if given, else the study's number."""
         return self.seeds or (1 if self.study is None else self.study.seeds)
 
     def default_name(self) -> str:
-        """Returns the default name of the run folder, without its time stamp."""
+        """Returns the default name of the run folder, without a timestamp."""
         return super().default_name() if self.study is None else self.study.name
 
     def headline(self) -> str:
-        """Returns a one-line description of the command: for a study, its name and its title or arms."""
+        """Returns a one-line description of the command; for a study, its name and its title (else its arms)."""
         if self.study is None:
             return super().headline()
         return f"study {self.study.name}: {self.study.title or ', '.join(self.study.arms)}"
@@ -77,7 +77,7 @@ class FitConfig(RunConfig):
         return "" if self.study is None else f" (each arm's grid: {self.study.grid})"
 
     def reusable_folder(self) -> str | None:
-        """Returns the folder name that a repeated command of a study resumes from: study and setting."""
+        """Returns the name of the folder that a repeated study command reuses, made of study and setting; else None."""
         if self.study is None or self.study.restart:
             return None
         return f"{self.study.name}-{self.composed.choices.get('setting', 'setting')}"
@@ -114,8 +114,8 @@ class FitConfig(RunConfig):
 class WeighConfig(FitConfig):
     """Root config of ``attnpo.weigh``.
 
-    ``export``: file (.parquet or .jsonl) to write the training pairs' weights to. ``prune``: a number of days; if
-    given, the command only removes prepared rows from the store that no run has opened for that long.
+    ``export``: file (.parquet or .jsonl) to write the training pairs' weights to. ``prune``: number of days; if given,
+    the command only removes from the store those prepared rows that no run has opened for this many days.
     """
 
     trains: ClassVar[bool] = False
@@ -137,5 +137,6 @@ class ShowRoot(ShowConfig, FitConfig):
         super().__post_init__()
         if self.study is not None:
             raise UserError(
-                f"experiment={self.study.name} is a study, but `attnpo.show` shows pairs of a single run: remove it"
+                f"experiment={self.study.name} is a study, but `attnpo.show` shows pairs of a single run: remove "
+                f"experiment="
             )

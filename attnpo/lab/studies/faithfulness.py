@@ -1,8 +1,8 @@
 """Faithfulness analysis: how far the judge's verdict depends on the tokens that each layer weights most.
 
 It runs once per world and seed, without a trained policy, for every layer, the attention rollout, equal weights (whose
-score must be near 0) and true importance, if known. Scores are compared over layers with true importance and with the
-trained reward at equal KL; the three need not agree.
+score must be near 0) and true importance, if known. Across layers, these scores are compared with true importance and
+with the reward after training at equal KL; the three need not agree.
 """
 
 import logging
@@ -53,13 +53,14 @@ ROLLOUT, EQUAL, TRUTH = "rollout", "equal weights", "true importance"
 
 @dataclass(frozen=True)
 class Faithfulness:
-    """Faithfulness of every layer, on ``pairs`` training pairs (then validation pairs) in the order of their ids.
+    """Faithfulness of every layer, on ``pairs`` pairs in order of pair id: training pairs first, then validation pairs.
 
-    The top-weighted ``shares`` of both responses' tokens are removed, or are the only ones kept, and compared with
-    ``draws`` random sets of equally many tokens from the same positions, drawn by ``seed``; an even number of draws
-    cancels the judge's position bias. ``layers``: layers to measure; empty for all. Layers are read
-    with the heads and post-processing of the study's weights, the rollout with the same post-processing. ``kl_limit``:
-    KL to the base at which trained rewards are compared, interpolated on each layer's path over its grid.
+    For each of ``shares``, the judge is asked without the top-weighted tokens of both responses, and with these tokens
+    alone. The verdicts are compared with those for ``draws`` random sets of equally many tokens at the same positions,
+    drawn with ``seed``; an even number of draws cancels the judge's position bias. ``layers``: layers to measure; empty
+    for all. Layers use the heads and post-processing of the study's weights; the rollout uses the same post-processing.
+    ``kl_limit``: KL to the base at which the rewards of trained models are compared, interpolated on each layer's
+    reward-KL path.
     """
 
     pairs: int = 250
@@ -85,11 +86,11 @@ class Faithfulness:
         encoded: dict[str, EncodedSet],
         folder: Path,
     ) -> dict[str, object]:
-        """Measures for every source of weights how much more its top tokens matter than random ones.
+        """Measures for every source of weights how much more the top-weighted tokens matter than random ones.
 
-        Returns plain data: ``weights`` maps each name to its ``layer``, ``mass`` (share of weight on decisive tokens),
-        ``remove`` and ``keep`` (by share, one number per pair) and ``fall`` (by share, a mean). Other keys: the
-        log-odds of whole responses (``full``), and numbers of pairs, prompts, left-out pairs and seconds.
+        Returns plain data: ``weights`` maps the name of each source to ``layer``, ``mass`` (share of weight on decisive
+        tokens), ``remove`` and ``keep`` (by share, one number per pair) and ``fall`` (by share, a mean). Other keys:
+        the mean log-odds of whole responses (``full``), and counts of pairs, prompts, left-out pairs and seconds.
         """
         began, pool = time.perf_counter(), pool_splits(encoded)
         first = select_calibration_pairs(encoded["train"].pairs, self.pairs)
@@ -140,7 +141,7 @@ class Faithfulness:
         }
 
     def sections(self, outcome: Outcome, measured: MeasuredBy) -> list[Section]:
-        """Returns per world the tables over seeds and by seed, the rank correlations over layers, and a figure."""
+        """Returns for each world the tables over all seeds and by seed, rank correlations over layers, and a figure."""
         found = []
         for world in dict.fromkeys(world for world, _ in measured):
             by_seed = {seed: values for (of, seed), values in sorted(measured.items()) if of == world}
@@ -159,7 +160,7 @@ def layer_source(source: WeightSource) -> WeightSource:
 def rollout_rankings(
     source: WeightSource, readers: Readers, pool: EncodedSet, sample: list[PreferencePair]
 ) -> Rankings:
-    """Returns the rollout's weights for ``sample``, with the study's post-processing; missing pairs are judged."""
+    """Returns rollout weights for ``sample``, post-processed like the study's; judges pairs missing from the store."""
     own = getattr(layer_source(source), "postprocess", None)
     rollout = Rollout() if own is None else Rollout(postprocess=own)
     weighed = readers.weigh(rollout, sample_as_splits(pool, sample))
@@ -167,7 +168,7 @@ def rollout_rankings(
 
 
 def equal_rankings(rows: Rankings) -> Rankings:
-    """Returns the same tokens, each with a weight of 1."""
+    """Returns the tokens of ``rows``, each with a weight of 1."""
     return {
         name: {side: replace(row, weights=(1.0,) * len(row.weights)) for side, row in sides.items()}
         for name, sides in rows.items()
@@ -187,7 +188,7 @@ def true_rankings(sample: Sequence[PreferencePair], tokens: Rankings, grammar: G
 
 
 def decisive_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Grammar) -> float:
-    """Returns the share of weight on decisive tokens, averaged over responses that have any; NaN if none has."""
+    """Returns the share of weight on decisive tokens, averaged over responses with such tokens; NaN without any."""
     shares = []
     for pair in sample:
         for side, row in rows[pair.pair_id].items():
@@ -202,7 +203,7 @@ def decisive_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Gra
 
 @dataclass(frozen=True)
 class _WorldReport:
-    """Report on one world: its measurements by seed, with the study's trained rewards."""
+    """Report on one world: measurements by seed, with the rewards that the study's trained models reach."""
 
     rules: Faithfulness
     outcome: Outcome
@@ -230,12 +231,12 @@ class _WorldReport:
 
     @property
     def reward_column(self) -> str:
-        """Returns the name of the column with trained rewards."""
+        """Returns the name of the column with the rewards of trained models."""
         return f"reward at KL {self.rules.kl_limit:g}"
 
     @cached_property
     def rows(self) -> "pandas.DataFrame":
-        """Returns one row per seed and source of weights: means over pairs, score, true mass and trained reward."""
+        """Returns one row per seed and source of weights: means over pairs, score, true mass and reward."""
         import pandas
 
         rows = [
@@ -255,9 +256,9 @@ class _WorldReport:
 
     @cached_property
     def layer_rewards(self) -> dict[int, dict[int, float]]:
-        """Returns each layer's test reward at ``kl_limit`` by seed, interpolated on its path over the grid.
+        """Returns by seed the test reward of each layer at ``kl_limit``, interpolated on the layer's reward-KL path.
 
-        Layers without a value at this KL, finished points or a known true reward are left out.
+        Layers are left out if they have no value at this KL, no finished points or no known true reward.
         """
         found: dict[int, dict[int, float]] = {seed: {} for seed in self.by_seed}
         for seed, rewards in found.items():
@@ -280,7 +281,7 @@ class _WorldReport:
         ]
 
     def _summary_row(self, name: str, mine: "pandas.DataFrame") -> dict[str, Cell]:
-        """Returns a source's row of the table over seeds: means with intervals over seeds and pairs."""
+        """Returns the row of one source in the table over all seeds: means with intervals over seeds and pairs."""
         row: dict[str, Cell] = {"weights": name}
         for head, mode, share in self._removal_columns():
             found = [self.by_seed[seed]["weights"][name][mode][share] for seed in mine["seed"]]
@@ -301,9 +302,10 @@ class _WorldReport:
         full = ", ".join(f"{one['full']:.2f}" for one in values)
         pairs = " or ".join(map(str, sorted({one["pairs"] for one in values})))
         return [
-            f"without: the top-weighted {shares} % of both responses' tokens are removed from the judge's prompt; the "
+            f"without: the top-weighted {shares} % of the tokens of both responses are removed from the judge's "
+            f"prompt; the "
             "value is the drop in log-odds of the judge's own verdict (nats, mean of both orders) minus the drop when "
-            "equally many random tokens from the same positions are removed. only: all other tokens are removed; the "
+            "equally many random tokens at the same positions are removed. only: all other tokens are removed; the "
             "value is the log-odds minus those with random tokens kept. Positive values mean faithful weights; equal "
             "weights must be near 0",
             f"score: mean over the shares under removal, used by weights.layer=auto to choose a layer. Log-odds with "

@@ -58,7 +58,7 @@ def base_level(point: PointResults) -> ScoreInterval:
 
 
 def interval_level(found: Interval | None) -> ScoreInterval:
-    """Converts a mean with its interval to the form that figures take; NaN for None."""
+    """Converts a mean with its interval to the type that figures take; all values are NaN for None."""
     return ScoreInterval(math.nan) if found is None else ScoreInterval(found.mean, found.low, found.high)
 
 
@@ -99,7 +99,7 @@ def _draw_over_layers(
     ylabel: str,
     title: str,
 ) -> bool:
-    """Draws the arms of layers as a curve, other arms as horizontal lines; returns False for fewer than two layers."""
+    """Draws single-layer arms as a curve, other arms as horizontal lines; returns False for fewer than two layers."""
     layer_of = {arm.name: arm.layer for arm in outcome.arms if arm.world == world and arm.layer is not None}
     layers = [
         LayerPoint(layer_of[row], level.score, level.low, level.high, row)
@@ -127,7 +127,7 @@ def study_figures(outcome: Outcome) -> list[Image]:
 
 
 def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: ArmStyles) -> Image:
-    """Draws the differences to the control over the worlds' axis, one panel per KL level."""
+    """Draws the differences to the control along the axis of worlds, one panel per KL level."""
     found = {world: arms_at_levels(outcome, world) for world in axis.at}
     scale = sorted(axis.at.items(), key=lambda item: item[1])
     panels = {
@@ -152,7 +152,7 @@ def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: ArmStyles) -> Image:
     return Image(
         path,
         f"difference of true reward to {outcome.study.control} at equal KL over {axis.label}, with 95 % intervals; "
-        "hollow: not at equal KL, because the path of an arm ends below it or has no point near it",
+        "hollow: not at equal KL, because the path of an arm ends below this KL or has no point near it",
     )
 
 
@@ -217,7 +217,7 @@ def _world_figures(outcome: Outcome, world: str, looks: ArmStyles) -> Iterator[I
 
 
 def split_arms_into_figures(arms: Sequence[str], control: str | None) -> list[list[str]]:
-    """Splits the arms into figures that stay readable; the control is in each of them."""
+    """Splits the arms over several figures to keep each readable; the control is in every figure."""
     if len(arms) <= MOST:
         return [list(arms)]
     shared = [arm for arm in arms if arm == control]
@@ -227,7 +227,7 @@ def split_arms_into_figures(arms: Sequence[str], control: str | None) -> list[li
 
 
 def benchmark_layer_figures(outcome: Outcome, world: str, looks: ArmStyles) -> Iterator[Image]:
-    """Yields a figure per benchmark with the score over layers; none unless the study has arms of layers."""
+    """Yields one figure per benchmark with the score by layer; none if the study has no single-layer arms."""
     for name, rows in outcome.benchmarks.items():
         scored = {row: score for (at, row), score in rows.items() if at == world and not score.failure_text}
         levels = {row: ScoreInterval(score.mean, *score.interval_bounds) for row, score in scored.items()}
@@ -265,7 +265,7 @@ def unweighted_accuracy(result: RunResult) -> float:
 
 
 def unweighted_margin(result: RunResult) -> float:
-    """Returns the unweighted margin on validation pairs in nats, from the run's drift or else its logged metrics."""
+    """Returns the unweighted margin on validation pairs in nats, from the run's drift, else from its metrics."""
     measured = [result.drift_value(f"displacement/validation_{side}") for side in SIDES]
     if not all(map(math.isfinite, measured)):
         logged = result.metrics
@@ -292,7 +292,7 @@ Known = Mapping[str, Mapping[str, Interval | None]]  # by measure and arm, for m
 def unweighted_section(outcome: Outcome, looks: ArmStyles) -> list[Section]:
     """Compares arms without a known true reward: unweighted accuracy, margin and KL, as a table and figures.
 
-    Returns only the explanation if no run measured these, and nothing without points.
+    Returns only an explanation if no run measured these, and nothing if there are no points.
     """
     found: dict[str, tuple[Mapping[str, PointResults], Known]] = {}
     for world in outcome.worlds:

@@ -93,7 +93,7 @@ def footnotes(outcome: Outcome) -> list[str]:
 
 
 def selection_note(outcome: Outcome) -> str:
-    """Returns a note on how the shown point of each arm was chosen, and on which data its scores are."""
+    """Returns a note on how the shown point of each arm was chosen, and which data the scores come from."""
     one = all(len((arm.grid or outcome.study.grid).point_overrides()) == 1 for arm in outcome.arms)
     if outcome.has_truth:
         tuned = f"points chosen on validation prompts with KL up to {outcome.study.kl_limit:g}"
@@ -107,7 +107,7 @@ def selection_note(outcome: Outcome) -> str:
 
 
 def _grid_notes(outcome: Outcome) -> Iterator[str]:
-    """Yields a note on the shared grid, if any arm uses it, and one per group of arms with an equal own grid."""
+    """Yields a note on the shared grid, if any arm uses it, and one per group of arms whose own grids are equal."""
     study = outcome.study
     arms = dict.fromkeys(arm.name if arm.layer is None else study.layer_arm for arm in outcome.arms)
     own = {name: grid for name, grid in study.grids.items() if grid != study.grid}
@@ -167,13 +167,14 @@ def _judge_notes(outcome: Outcome) -> Iterator[str]:
         parts = ("pair_accuracy", "agreement", "consistency", "other_tokens")
         pairs, rounds, orders, other = (f"{100 * result.input('judge', name):.1f} %" for name in parts)
         yield (
-            f"{where}, on the study's pairs: {pairs} agree with the labels (mean of both orders), {rounds} of single "
-            f"rounds; the two orders agree in {orders}; {other} of verdicts are neither label"
+            f"{where}, on the study's pairs: {pairs} of verdicts agree with the labels (mean of both orders), {rounds} "
+            f"of those in a single order; the two orders agree in {orders} of pairs; {other} of verdicts name neither "
+            f"label"
         )
 
 
 def _lost_weight_warnings(outcome: Outcome) -> Iterator[str]:
-    """Yields a warning on arms that lost much weight between the judge's tokens and the training tokens."""
+    """Yields a warning on arms that lost much weight when the judge's tokens were aligned with the training tokens."""
     arms: dict[str, list[RunResult]] = {}
     for point, result in outcome.points:
         if "warning" in result.split("train"):
@@ -184,7 +185,8 @@ def _lost_weight_warnings(outcome: Outcome) -> Iterator[str]:
     ]
     if parts:
         yield (
-            "WARNING: much weight was lost in the alignment with training tokens; mass kept in chosen and in rejected "
+            "WARNING: much weight was lost in the alignment with training tokens; share of the weight kept in chosen "
+            "and in rejected "
             f"responses: {', '.join(parts)}; the log and report.html of a run suggest remedies"
         )
 
@@ -245,7 +247,7 @@ def conclusion_lines(composed: Composition, outcome: Outcome) -> Iterator[str]:
 
 
 def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
-    """Yields a comparison of a world's arms with the control in words; makes no claim without a known true reward."""
+    """Yields sentences that compare a world's arms with the control; makes no claim without a known true reward."""
     best, control = outcome.best_points(world), outcome.study.control
     if not best:
         yield "no arm has results"
@@ -287,7 +289,7 @@ def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
 
 
 def next_commands(composed: Composition, outcome: Outcome) -> list[str]:
-    """Returns commands for a table of the study, for more seeds, and for another study on the same setting."""
+    """Returns commands that report on the study, run it with more seeds, and run another study on the same setting."""
     seeds = len(outcome.seeds)
     more = 5 if seeds < 5 else seeds + 5
     other = "controls" if outcome.study.name != "controls" else "layer_sweep"

@@ -79,9 +79,9 @@ class RowScore:
 class SourceCost:
     """Cost of computing an arm's weights, in model passes that training itself does not need.
 
-    ``once``: sequences per pair that are read before training, in ``seconds`` per pair (None if unknown). ``again``:
-    sequences per pair with an extra forward and backward pass in every training step. ``step_pairs``: pairs per
-    optimizer step.
+    ``once``: sequences per pair that models process before training, which takes ``seconds`` per pair (None if
+    unknown). ``again``: sequences per pair that need an extra forward and backward pass in every training step.
+    ``step_pairs``: pairs per optimizer step.
     """
 
     once: int = 0
@@ -92,9 +92,9 @@ class SourceCost:
 
 @dataclass(frozen=True)
 class ScorerRun:
-    """Trained scorer: its model folder, its run's result, and the sequences per pair that training passed through it.
+    """Trained scorer: its model folder, the result of its run, and the training passes per pair, in sequences.
 
-    ``forwards`` includes the reference model; validation is not counted.
+    ``forwards`` includes passes through the reference model; validation is not counted.
     """
 
     model: Path
@@ -120,7 +120,7 @@ class PointResults:
         """
         known = [result.truth[split] for result in self.results if result.truth is not None]
         if len(known) < len(self.results):
-            raise ValueError(f"{self.label} has no scores against a known truth")
+            raise ValueError(f"{self.label} has no scores by a known true reward")
         return known
 
     def mean_truth_score(self, split: str, name: str) -> float:
@@ -230,7 +230,7 @@ class Outcome:
         return {name: best_point(points, self.study.kl_limit) for name, points in found if points}
 
     def missing_seeds_mark(self, have: int) -> str:
-        """Returns a mark for values that are based on fewer seeds than the study has; else an empty string."""
+        """Returns a mark if a value is based on fewer seeds than the study has; else an empty string."""
         every = len(self.seeds)
         return "" if have == every else f" ({have} of {every} seeds)"
 
@@ -263,9 +263,9 @@ def best_point(points: Sequence[PointResults], kl_limit: float) -> PointResults:
     """Chooses the best point of an arm, on validation data only.
 
     With a known true reward, this is the point with the highest validation reward among those with a validation KL up
-    to ``kl_limit``, or the point with the smallest KL if there is none. Otherwise it is the point with the highest
-    validation accuracy. Non-finite values rank last. Points with fewer seeds than others are not chosen, and points
-    whose model was destroyed by training only if all were.
+    to ``kl_limit``, or, if no KL is that small, the point with the smallest. Without a known true reward, it is the
+    point with the highest validation accuracy. Non-finite values rank last. A point with fewer seeds than others is not
+    chosen. A point whose model was destroyed by training is chosen only if this is true of all points.
     """
     most = max(len(point.results) for point in points)
     whole = [point for point in points if len(point.results) == most]
@@ -294,7 +294,7 @@ def difference_text(difference: Interval | None) -> str:
 
 
 def verdict(difference: Interval) -> str:
-    """Returns "helps", "harms" or "no clear difference", only by whether the interval excludes 0."""
+    """Returns "helps", "harms" or "no clear difference", depending only on whether the interval excludes 0."""
     if not difference.excludes_zero:
         return "no clear difference"
     return "helps" if difference.mean > 0 else "harms"
@@ -322,9 +322,9 @@ class RewardAtKL:
     """Rewards of an arm at a KL level.
 
     ``rewards``: rewards on test prompts, one row per seed in ``seeds``. ``kl``: mean KL over seeds; it is below the
-    level if no point with more KL is better on validation. ``mark``: empty for rewards at the level; ENDS if no point
-    of any seed reaches the level (the rewards are those at the end of the path); CHORD if the level falls between the
-    base and a first point with more than FAR times the level.
+    level if no point with a larger KL is better on validation prompts. ``mark``: empty for rewards at the level; ENDS
+    if no point of any seed reaches the level (the rewards are those at the end of the path); CHORD if the level falls
+    between the base and a first point with a KL above FAR times the level.
     """
 
     seeds: tuple[int, ...]
@@ -341,8 +341,9 @@ class RewardAtKL:
 def reward_kl_path(points: Sequence[PointResults], seed: int) -> list[PathPoint]:
     """Returns the reward-KL path of an arm and seed: the base, then its grid points by ascending KL.
 
-    Only points with a higher validation reward than all points with less KL are on the path; points with a non-finite
-    KL are not. The base is the start of the path whatever its reward, and is missing if its rewards were not stored.
+    A point is on the path only if its KL is finite and its validation reward is higher than that of every point with a
+    smaller KL. The path starts at the base, whatever the base's reward; it has no base if the base's rewards were not
+    stored.
     """
     scores = [
         (point.truth_scores("test")[place], point.truth_scores("validation")[place].numbers["reward"])
@@ -397,7 +398,7 @@ def _rewards_at_kl_for_seed(points: Sequence[PointResults], seed: int, level: fl
 
 
 def reward_difference(one: RewardAtKL | PointResults, other: RewardAtKL | PointResults) -> Interval | None:
-    """Returns the difference of two arms' test rewards, paired by seed and prompt; None if they share no seed."""
+    """Returns the difference of two arms in test reward, paired by seed and prompt; None if no seed is shared."""
     shared = [seed for seed in one.seeds if seed in other.seeds]
     if not shared:
         return None

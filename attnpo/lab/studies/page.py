@@ -59,7 +59,7 @@ SCORES = "benchmarks.csv"
 def publish_study(settings: WandbSettings | None, values: Mapping[str, Json], outcome: "Outcome") -> None:
     """Logs a study's main table, all its points and its figures to a W&B run in the group of its points.
 
-    ``values``: shown as the run's config.
+    ``values``: shown as the config of the W&B run.
     """
     if settings is None:
         return
@@ -155,7 +155,7 @@ def finish_study(outcome: Outcome) -> None:
 
 
 def write_study_record(outcome: Outcome, figures: Sequence[str]) -> None:
-    """Writes study.json, and deletes figures of earlier commands that are not in ``figures`` (names)."""
+    """Writes study.json, and deletes figures of earlier commands except ``figures`` (file names)."""
     path = outcome.folder / "study.json"
     damaged = has_checksums(outcome.folder) and describe_change(outcome.folder, only=(path.name,)) is not None
     try:
@@ -217,9 +217,10 @@ SHOWN = 6  # maximum number of arms whose weights and answers are on the page, t
 
 
 def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]:
-    """Draws the study's figures and writes ``report.html``; returns the names of all figures, with those in ``tables``.
+    """Draws the study's figures and writes ``report.html``; returns the file names of all figures.
 
-    The page starts with the first of ``tables``, then come the figures, then the other tables.
+    The page has the first of ``tables``, then the figures, then the other tables. The file names include those of
+    figures in ``tables``.
     """
     images = study_figures(outcome)
     known = outcome.has_truth
@@ -261,7 +262,7 @@ def _file_links(outcome: Outcome, point: Point) -> dict[str, str]:
 
 
 def answers_sections(outcome: Outcome) -> Iterator[Section]:
-    """Yields sections that compare arms on one pair's weights and a few answers, from runs of the first seed."""
+    """Yields sections that compare arms by one pair's weights and by a few answers, from runs of the first seed."""
     for world in outcome.worlds:
         best = outcome.best_points(world)
         kept: dict[str, PageExamples] = {}  # by arm, the control first

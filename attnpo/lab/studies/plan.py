@@ -25,10 +25,10 @@ UNKNOWN = "time left unknown until the first point has finished"
 
 
 class TimeEstimate:
-    """Estimated running time of a study, from its finished points or, before any, from an earlier run's timings.
+    """Estimated running time of a study, from its finished points or, if none has finished, from earlier timings.
 
-    Timings are stored in the file ``path`` by machine and ``key``. The time of a point is the wall time between two
-    finished points, so that parallel points are not counted twice.
+    Mean timings of earlier runs are stored in the file ``path`` by machine and ``key``. The time of a point is the wall
+    time between two finished points, so that parallel points are not counted twice.
     """
 
     def __init__(self, path: Path, key: str, points: int, seeds: int = 1) -> None:
@@ -42,14 +42,17 @@ class TimeEstimate:
         if self._stored is None:
             return UNKNOWN
         seconds = self._stored["point"] * self.points + self._stored["base"] * self.seeds
-        return f"about {format_duration(seconds)}, as before on this machine, less for points that are already finished"
+        return (
+            f"about {format_duration(seconds)}, judging by earlier runs on this machine; "
+            "less if points are already finished"
+        )
 
     def count_preparation(self, seconds: float) -> None:
         """Adds the time that preparing the base, pairs and judge pass of one seed took."""
         self._prepared, self._preparing = self._prepared + 1, self._preparing + seconds
 
     def count_point(self, seconds: float) -> None:
-        """Counts a point that finished ``seconds`` after the previous one, and stores the mean times."""
+        """Counts a point that finished ``seconds`` after the previous point, and stores the mean times."""
         self.over, self._ran, self._running = self.over + 1, self._ran + 1, self._running + seconds
         base = self._preparing / max(1, self._prepared)
         self._path.parent.mkdir(parents=True, exist_ok=True)

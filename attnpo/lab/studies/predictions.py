@@ -45,7 +45,7 @@ def check_prediction_arms(study: Study, arms: Sequence[Arm]) -> None:
 def register_predictions(study: Study, folder: Path) -> list[str]:
     """Saves a study's predictions in its folder before any point runs; returns warnings for the report.
 
-    Once a point has finished, saved predictions are not replaced; there is a warning if the current ones differ.
+    Once a point has finished, saved predictions are not replaced; a warning says so if the current predictions differ.
     """
     if study.predictions is None:
         return []
@@ -78,8 +78,8 @@ def registration_warnings(outcome: Outcome) -> list[str]:
     other = sorted({point.seed for point, _ in outcome.points} - set(predictions.seeds))
     if other:
         out.append(
-            f"seeds {', '.join(map(str, other))} are not among those the predictions were registered for: their "
-            "results are exploratory and decide no prediction"
+            f"seeds {', '.join(map(str, other))} are not among those the predictions were registered for: the results "
+            f"for these seeds are exploratory and decide no prediction"
         )
     if has_other_settings(outcome):
         out.append(
@@ -97,9 +97,10 @@ def has_other_settings(outcome: Outcome) -> bool:
 
 
 def predictions_section(outcome: Outcome) -> list[Section]:
-    """Returns a table of all predictions with their outcomes, only on the seeds they were registered for.
+    """Returns a table of all predictions with the outcomes, using only the seeds they were registered for.
 
-    Returns nothing without predictions, a known true reward, results on these seeds, or with other settings.
+    Returns nothing if there are no predictions, no known true reward or no results for these seeds, or if the settings
+    are not those the predictions were registered for.
     """
     predictions = outcome.study.predictions
     if predictions is None or not outcome.has_truth:

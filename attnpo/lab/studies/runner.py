@@ -51,7 +51,7 @@ Show = Callable[[Outcome], None]
 
 @dataclass
 class StudyProgress:
-    """State of a running study: prepared worlds and seeds, with the results and errors of their points so far.
+    """State of a running study: prepared worlds and seeds, and the results and errors of points so far.
 
     ``missing``: errors of worlds and seeds that could not be prepared. ``said``: warnings for the report.
     """
@@ -92,7 +92,7 @@ class StudyProgress:
         return bool(found)
 
     def expand_arms(self) -> Arms:
-        """Returns all arms with their configs, the layer arm split by the depth of its judge.
+        """Returns all arms and the config of each, with the layer arm split into the layers of its judge.
 
         Raises:
             UserError: two arms would train identical runs.
@@ -164,7 +164,8 @@ class StudyProgress:
     def run_points(self, points: Sequence[Point], own: Mapping[tuple[str, str], ComposedConfig]) -> None:
         """Runs points and adds their results and errors, in the given order.
 
-        Points without a base or weights are counted as failed. After an interrupt, the results so far are still added.
+        Points without a base or weights are counted as failed. After an interrupt, the results obtained so far are
+        added.
         """
         study, pace = self.plan.study, self.pace
         done: dict[int, RunResult] = {}
@@ -252,7 +253,9 @@ def run_study(
                 check_prediction_arms(study, arms)
                 so_far.said += register_predictions(study, folder)
                 log.info(
-                    "study %s: grid, arms and world fixed, digest %s", study.name, digest(so_far.study_record(own))[:16]
+                    "study %s: grid, arms and worlds are now fixed; digest %s",
+                    study.name,
+                    digest(so_far.study_record(own))[:16],
                 )
                 if study.benchmarks:
                     check_benchmarks(plan.evaluations, next(basis.model for basis in so_far.bases.values()))

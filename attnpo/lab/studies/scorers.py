@@ -53,7 +53,7 @@ class TrainedScorers:
         return sum(run.result.seconds["all"] for run in self.runs.values()) if self.runs else None
 
     def model_paths_for(self, arm: Sequence[str]) -> dict[str, str]:
-        """Returns the model folders of the scorers in an arm's overrides, by the key that refers to each.
+        """Returns the model folders of the scorers that an arm's overrides name, by config key.
 
         Raises:
             UserError: one of these scorers could not be trained.
@@ -139,9 +139,10 @@ def train_scorers(
 def make_scorer_run(
     model: Path, result: RunResult, step_pairs: int, asked: frozenset[str], reference: str
 ) -> ScorerRun:
-    """Describes a finished scorer run, with its forward and backward passes per pair.
+    """Makes the record of a finished scorer run, with the number of forward and backward passes per pair.
 
-    ``asked``: inputs that a training step needs from models. ``reference``: when reference log-probabilities are read.
+    ``asked``: inputs of a training step that models compute. ``reference``: setting ``reference`` of the run, which
+    says when reference log-probabilities are computed.
     """
     times, more = epochs_trained(result, step_pairs), 0.0
     if "reference" in asked:
@@ -150,7 +151,7 @@ def make_scorer_run(
 
 
 def _scorer_folder_name(name: str, seed: int, made: ComposedConfig, facts: Mapping[str, object]) -> str:
-    """Returns the name of a scorer's folder; its digest covers the starting model's weights if that is not the base."""
+    """Returns the name of a scorer's folder, with a digest that covers a starting model other than the base."""
     run = made.config
     own = {key: path for key, path in make_identity(run).paths.items() if key not in ("model.path", "data.path")}
     facts = {**facts, "scorer": own}
@@ -180,7 +181,7 @@ def has_intact_model(run: Path) -> bool:
 
 
 def strip_training_state(run: Path) -> None:
-    """Deletes a finished run's training state and best checkpoint, which take several times the model's space."""
+    """Deletes a finished run's training state and best checkpoint, which take far more space than the model."""
     model = run / MODEL
     files = read_checksums(model)
     if STATE in files:

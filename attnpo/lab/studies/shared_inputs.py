@@ -40,12 +40,12 @@ ANALYSES, COSTS = "analyses", "costs.json"
 class SharedInputs:
     """Inputs shared by all points of one world and seed.
 
-    ``facts``: fingerprints of the inputs of every arm (contents, not paths). ``keys``: store key of each arm's
-    weights. ``depth``: number of layers that the layer arm can be split into; ``depths``: number of layers of each
-    arm's judge. ``lost``: errors of arms whose weights could not be computed. ``measured``: results of the study's
-    analyses; ``unmeasured``: errors of analyses that failed. ``gates``: whether each judge passed its quality gate,
-    where that was measured. ``model``: the base. ``scorers``: models trained on these pairs. ``reads``: cost of each
-    arm's weights. ``cost``: seconds spent once for all arms.
+    ``facts``: fingerprints of the inputs of every arm (contents, not paths). ``keys``: store key of the weights of each
+    arm. ``depth``: number of layers that the layer arm can be split into; ``depths``: number of layers of each arm's
+    judge. ``lost``: errors of arms whose weights could not be computed. ``measured``: results of the study's analyses;
+    ``unmeasured``: errors of analyses that failed. ``gates``: whether each judge passed its quality gate, where that
+    was measured. ``model``: the base. ``scorers``: models trained on these pairs. ``reads``: cost of each arm's
+    weights. ``cost``: seconds spent once for all arms.
     """
 
     world: str
@@ -70,15 +70,16 @@ class SharedInputs:
 
     @property
     def warnings(self) -> list[str]:
-        """Returns a warning for every base whose judge missed its quality gate."""
+        """Returns a warning for every judge that missed the quality gate."""
         return [
-            f"WARNING {self.label}: the judge of {name} missed its gate, so results with its attention say little"
+            f"WARNING {self.label}: the judge of {name} missed its quality gate, so results that use the attention of "
+            f"this judge say little"
             for name, passed in self.gates.items()
             if not passed
         ]
 
     def arm_fingerprint(self, study: Study, arm: Arm) -> dict[str, object]:
-        """Returns the fingerprints of one arm's inputs; other arms' weights are left out, since they have no effect."""
+        """Returns the fingerprints of one arm's inputs, without other arms' weights, which do not affect this arm."""
         return {**self.facts, "weights": self.keys.get(arm.name if arm.layer is None else study.layer_arm, {})}
 
 
@@ -89,7 +90,7 @@ def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder:
     the others. The study's analyses run last, if ``folder`` is given, and save their results there.
 
     Raises:
-        Exception: of any kind, if the base, the pairs or the weights of every arm fail.
+        Exception: the base, the pairs or the weights of every arm could not be made; the type depends on the cause.
     """
     basis, study = SharedInputs(world, seed), plan.study
     arms = {name: found.with_values({"seed": seed}) for (of, name), found in plan.composed.items() if of == world}
@@ -152,7 +153,7 @@ def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder:
         if not study.layers or name == study.layer_arm:  # only this arm is split into layers
             basis.depth = max(basis.depth, done[same].depth)
     for name, lost in basis.lost.items():
-        log.error("%s: the weights of arm %s failed, so it is left out: %s", basis.label, name, last_line(lost))
+        log.error("%s: leaving out arm %s, whose weights could not be computed: %s", basis.label, name, last_line(lost))
     built = report.get("base")
     seconds = built.get("seconds") if isinstance(built, Mapping) else None
     passes = [one.report.seconds for one in done.values() if one.report is not None and one.report.computed]
@@ -165,7 +166,7 @@ def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder:
 
 
 def _arm_readers(readers: Readers, cfg: FitConfig, store: Path) -> tuple[Readers, dict[str, object]]:
-    """Returns the readers of an arm's weights on the shared base, and the report of a separate judge's base."""
+    """Returns the readers that compute an arm's weights, and a report on the judge if the judge is a separate base."""
     made = make_judge(cfg.judge, cfg.weights, cfg.prepare, store / "prepared")
     own = replace(
         readers,
@@ -258,7 +259,7 @@ def save_costs(folder: Path, bases: Mapping[tuple[str, int], SharedInputs]) -> N
     path = folder / COSTS
     stored = read_record(path)
     if stored is None and path.exists():
-        log.warning("%s cannot be read and is replaced; the times of earlier commands are lost", path)
+        log.warning("cannot read %s: replacing it, so the times of earlier commands are lost", path)
     known = {str(name): float(seconds) for name, seconds in (stored or {}).items()}
     for (world, seed), basis in bases.items():
         name = f"{world}/{seed}"

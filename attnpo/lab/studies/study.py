@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class Claim:
     """One prediction: at KL ``level``, the summed test reward of ``above`` exceeds that of ``below``.
 
-    Both list (world, arm) pairs and have the same length: one pair each compares two arms, two pairs each compare two
-    differences. ``about`` names the hypothesis behind the prediction; ``says`` states the prediction in words.
+    ``above`` and ``below`` list equally many (world, arm) pairs: one pair each to compare two arms, two pairs each to
+    compare two differences. ``about`` names the hypothesis behind the prediction; ``says`` states the prediction in
+    words.
     """
 
     about: str
@@ -51,7 +52,8 @@ class Claim:
 class Predictions:
     """Predictions registered before a study ran on ``seeds``, and the ``rule`` that decides each of them.
 
-    ``settings``: digest of the grid, arms and worlds they apply to (``settings_digest``); None accepts any.
+    ``settings``: digest of the grid, arms and worlds that the predictions apply to (``settings_digest``); None accepts
+    any.
     """
 
     seeds: tuple[int, ...]
@@ -84,7 +86,8 @@ def scorer_problems(scorers: Mapping[str, Sequence[str]], arms: Mapping[str, Seq
     for name, overrides in scorers.items():
         if not name.isidentifier():
             yield (
-                f"study.scorers has {name!r}: a scorer's name may only have letters, digits and _, as in {PREFIX}oracle"
+                f"study.scorers has {name!r}: a scorer's name may only contain letters, digits and _, as in "
+                f"{PREFIX}oracle"
             )
         for key, other in scorer_names_by_key(overrides).items():
             yield (
@@ -171,7 +174,7 @@ class StudyAnalysis(Protocol):
 
         ``source``: the study's weight source in that world, without the overrides of any arm. ``readers``: the models
         and settings the weights are computed with. ``truth``: scorer of a world with a known true reward, else None.
-        ``folder``: place for figures and other files. A repeated command with the same settings, world and judge
+        ``folder``: folder for figures and other files. A repeated command with the same settings, world and judge
         reuses the saved result.
         """
 
@@ -184,8 +187,8 @@ class Grid:
     """Grid of an arm: its points are all combinations of learning rates, betas and the values of further keys.
 
     The grid is fixed before any run. ``keys`` maps any other config key to its values, such as SimPO's ratio or ORPO's
-    coefficient; a single value sets the key at every point. ``origin`` is a note for tables and footnotes on the source
-    or unit of the values; empty for none.
+    coefficient; a single value sets the key at every point. ``origin`` is a note on the source or unit of the values
+    for tables and footnotes; it may be empty.
     """
 
     lr: tuple[float, ...] = ()
@@ -199,7 +202,7 @@ class Grid:
                 raise UserError(f"grid.{name}: expected numbers above 0, got {list(values)}")
         for key, name in {LR: "lr", BETA: "beta"}.items():
             if key in self.keys:
-                raise UserError(f"grid.keys has {key}, which has an axis of its own: give its values as grid.{name}")
+                raise UserError(f"grid.keys has {key}, which is an axis of its own: give its values as grid.{name}")
 
     @property
     def axes(self) -> dict[str, tuple[object, ...]]:
@@ -236,14 +239,14 @@ def format_value(value: object) -> str:
 
 
 def quote(text: str) -> str:
-    """Quotes a text for a command-line override."""
+    """Quotes a string for a command-line override."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
 @dataclass(frozen=True)
 class WorldAxis:
-    """X axis over worlds: ``at`` gives the position of each world; the gains of ``arms`` are plotted over ``label``."""
+    """X axis named ``label``, with the position of each world in ``at``; plotted are the gains of ``arms``."""
 
     label: str
     at: dict[str, float]
@@ -260,14 +263,15 @@ class Study:
     ``layer_arm`` into one arm per layer (numbers, "last" or fractions of depth; layers that coincide on a shallow model
     are merged and logged). ``control`` is the arm the others are compared with; null turns comparisons off. ``grid``
     applies to every arm that has no grid of its own in ``grids``. ``shared`` overrides apply to every point. ``seeds``:
-    number of seeds, counted up from the run's seed. ``workers``: points that run in parallel on a CPU.
+    number of consecutive seeds, starting at the run's seed. ``workers``: number of points that run in parallel on a
+    CPU.
 
     ``worlds`` maps names to overrides: every arm runs in every world, which has its own base, judge pass and
-    comparison; ``only_in`` restricts an arm to the listed worlds. ``world_axis`` plots gains over worlds. ``scorers``
-    maps names to the overrides of models that the study trains for its arms, once per world and seed; an arm refers to
-    one as in ``weights.oracle.path=SCORER.NAME``.
+    comparison; ``only_in`` restricts an arm to the listed worlds. ``world_axis`` plots gains against a quantity that
+    differs between worlds. ``scorers`` maps names to the overrides of models that the study trains for its arms, once
+    per world and seed; an arm uses such a model by an override like ``weights.oracle.path=SCORER.NAME``.
 
-    ``kl_limit``: upper limit for the KL to the base of the point that represents an arm. ``kl_levels``: KLs at which
+    ``kl_limit``: largest KL to the base that the point chosen to represent an arm may have. ``kl_levels``: KLs at which
     rewards are compared. ``predictions`` are registered before the runs; ``analyses`` run once per world and seed.
     ``ranking`` adds a table of average ranks, ``costs`` a table of the cost of weights. ``benchmarks`` (options of the
     config group) evaluate the base, the chosen point of every arm and the ``published`` models (folders or hub names);
@@ -359,7 +363,7 @@ class Study:
                 arm for arm in axis.arms if not self.is_layer_arm(arm) and (arm not in every or self.is_split(arm))
             ]
             if unknown:
-                yield f"study.world_axis names {', '.join(unknown)}, which the study does not have"
+                yield f"study.world_axis names {', '.join(unknown)}, which is not in the study"
         for name, claim in self.predictions.claims.items() if self.predictions else []:
             for world, arm in (*claim.above, *claim.below):
                 known = self.is_layer_arm(arm) or (
@@ -368,8 +372,8 @@ class Study:
                 if world not in worlds or not known:
                     where = f" in world {world}" if world else ""
                     yield (
-                        f"study.predictions.claims.{name}: arm {arm} does not run{where}; study.predictions=null "
-                        "leaves the predictions out"
+                        f"study.predictions.claims.{name}: arm {arm} does not run{where} (study.predictions=null turns "
+                        f"predictions off)"
                     )
 
     def is_split(self, arm: str) -> bool:
@@ -377,7 +381,7 @@ class Study:
         return bool(self.layers) and arm == self.layer_arm
 
     def is_layer_arm(self, arm: str) -> bool:
-        """Returns whether a name has the form of a single layer's arm; the model's depth is not checked."""
+        """Returns whether a name has the form of a single-layer arm; does not check that the model has this layer."""
         return bool(self.layers) and re.fullmatch(rf"{re.escape(self.layer_arm)} L\d+", arm) is not None
 
     def runs_in_world(self, arm: str, world: str) -> bool:
@@ -405,7 +409,7 @@ def name_in_world(world: str, name: object) -> str:
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm in one world: its name, overrides and grid, and its layer if it is the arm of a single layer."""
+    """One arm in one world: name, overrides and grid, and the layer if it is a single-layer arm."""
 
     name: str
     overrides: tuple[str, ...]
@@ -452,7 +456,8 @@ def expand_arms(study: Study, num_layers: int, *, truth: bool = False, world: st
 def make_points(study: Study, arms: Sequence[Arm], seeds: Sequence[int]) -> list[Point]:
     """Returns all runs: every arm at every point of its grid for every seed.
 
-    Seeds come first, so that early results cover all arms, then worlds, so that a process loads one base at a time.
+    Runs are ordered by seed, so that early results cover all arms, and then by world, so that a process loads one base
+    at a time.
     """
     points = []
     worlds = dict.fromkeys(arm.world for arm in arms)
@@ -485,12 +490,12 @@ def settings_record(study: Study, arms: Mapping[str, Mapping[str, object]], worl
 
 
 def settings_digest(record: Mapping[str, object]) -> str:
-    """Returns the digest of a ``settings_record`` without its predictions: grid, arms and worlds."""
+    """Returns the digest of grid, arms and worlds: a ``settings_record`` without its predictions."""
     return digest({key: value for key, value in record.items() if key != "predictions"})[:16]
 
 
 def error_text(error: Exception) -> str:
-    """Returns an error's text for the report: the message alone if the user can fix it, else with its traceback."""
+    """Returns the text that reports an error: the message, with the traceback unless the user can fix the error."""
     ending = exit_status_and_message(error)
     return "".join(traceback.format_exception(error)).strip() if ending is None else ending[1].removeprefix("error: ")
 

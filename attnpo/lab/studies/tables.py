@@ -56,7 +56,7 @@ SHORT = ("world", "arm", "reward", "win rate", "KL", "val loss", "val accuracy",
 
 
 def short_table(outcome: Outcome) -> TableBlock:
-    """Returns the main table cut to a terminal of 80 columns; the page and the CSV have all columns.
+    """Returns the main table cut to fit a terminal of 80 columns; the page and the CSV have all columns.
 
     Marks of points (above the KL limit, missing seeds, failed) move to a column of their own, if there are any.
     """
@@ -88,7 +88,7 @@ def column_names(rows: Sequence[Row]) -> list[str]:
 
 
 def uneven_training_columns(outcome: Outcome) -> list[str]:
-    """Returns which of "pairs" and "steps" differ between the arms of any world."""
+    """Returns those of "pairs" and "steps" that differ between arms in any world."""
     every = [[training_amounts(point) for point in outcome.best_points(world).values()] for world in outcome.worlds]
     return [
         name
@@ -104,7 +104,7 @@ def training_amounts(point: PointResults) -> dict[str, int | float]:
 
 
 def _input_cells(point: PointResults, uneven: Sequence[str]) -> Row:
-    """Returns the last cells of a row: statistics of an arm's training examples and its time per run."""
+    """Returns the last cells of a row: statistics of an arm's training examples and the time per run."""
     mass, share = point.mean_input("mass"), point.mean_input("effective_share")
     return {
         **{name: value for name, value in training_amounts(point).items() if name in uneven},
@@ -213,7 +213,7 @@ def equal_kl_sections(outcome: Outcome) -> list[Section]:
 
 @dataclass(frozen=True)
 class ArmAtLevel:
-    """Arm at a KL level: its rewards (``place``) and its difference to the control (``versus``), None if not available.
+    """Arm at a KL level: its rewards (``place``) and difference to the control (``versus``), each None if unavailable.
 
     ``mark``: mark of the arm's or the control's ``RewardAtKL``; empty if the difference is at equal KL.
     """
@@ -295,7 +295,7 @@ SHARE_DIGITS, SCORE_DIGITS = 4, 2  # decimals of scores between -1 and 1, and of
 
 
 def benchmark_cells(outcome: Outcome, world: str, row: str) -> dict[str, Cell]:
-    """Returns a row's benchmark cells: the mean over seeds, and where available its half width and grading noise."""
+    """Returns a row's benchmark cells: mean over seeds and, where known, interval half width and grading noise."""
     cells: dict[str, Cell] = {}
     for name, rows in outcome.benchmarks.items():
         score = rows.get((world, row))
@@ -465,7 +465,7 @@ def _ranking_rows(outcome: Outcome, world: str) -> Iterator[Row]:
 
 
 def mean_ranks(scores: Mapping[str, list[float]], higher: Sequence[bool] | None = None) -> dict[str, float]:
-    """Returns each name's mean rank over its scores (1 is best); names without finite scores throughout are left out.
+    """Returns each name's mean rank over its scores (1 is best); leaves out names with a non-finite score.
 
     ``higher``: whether higher is better, per column of scores (None: for all columns).
     """
@@ -502,7 +502,7 @@ SCORERS_NOTE = (
 
 
 def cost_sections(outcome: Outcome) -> list[Section]:
-    """Returns a table of the cost of weights if ``study.costs`` is on, and one of scorers if there are any."""
+    """Returns a table of the cost of weights if ``study.costs`` is on, and a table of scorers if there are any."""
     sections: list[Section] = []
     if outcome.study.costs:
         rows = rows_by_world(outcome, lambda world: _cost_rows(outcome, world))

@@ -61,7 +61,7 @@ def needs_gpu(accelerators: Iterable[str]) -> bool:
 def run_jobs(jobs: Sequence[Job], workers: WorkerSettings, here: bool = False) -> Iterator[Done]:
     """Runs jobs in parallel processes; yields (index in ``jobs``, result, error) as each one finishes.
 
-    ``here``: run them one after another in this process, as for jobs on a GPU, which processes do not share.
+    ``here``: run the jobs one after another in this process, e.g. on a GPU, which several processes cannot share.
     """
     if not jobs:
         return
@@ -90,7 +90,7 @@ Call = tuple[list[str], Path, Path | None, str | None, int]
 
 
 def _run_until_killed(calls: Sequence[Call], left: deque[int], workers: int) -> Generator[Done, None, list[int]]:
-    """Runs the jobs in ``left`` until done or until a worker is killed; returns the jobs then running."""
+    """Runs the jobs in ``left`` until done or until a worker is killed; returns the jobs that were running then."""
     at_work: dict[Future[tuple[RunResult | None, str | None]], int] = {}
     killed: list[int] = []
     with ProcessPoolExecutor(
@@ -125,7 +125,7 @@ def _run_until_killed(calls: Sequence[Call], left: deque[int], workers: int) -> 
 
 
 def _init_worker(source: str) -> None:
-    """Sets up a worker: it exits with its parent, and refuses points if the code no longer has digest ``source``."""
+    """Sets up a worker that exits with its parent, and refuses points if the code's digest is no longer ``source``."""
     exit_with_parent()
     skip_gc_at_exit()
     _source.append(source)
@@ -143,7 +143,7 @@ class _PointLogHandler(logging.FileHandler):
 def run_point(
     overrides: Sequence[str], folder: Path, config_dir: Path | None, store: str | None, threads: int | None
 ) -> tuple[RunResult | None, str | None]:
-    """Runs one point and returns (result, error); one of them is None. The log goes to ``log.txt`` in its folder."""
+    """Runs one point and returns (result, error); one of them is None. The log goes to ``folder/log.txt``."""
     if _ended:
         raise _ended[0]
     if _edited:
@@ -194,7 +194,7 @@ def run_point(
 
 
 def _exit_after_delay() -> None:
-    """Exits this worker after it has returned its result, since a killed worker may still hold the queue's lock."""
+    """Exits this worker soon after it returns its result, since it might wait forever for a killed worker's lock."""
     timer = threading.Timer(LINGER, os._exit, (1,))
     timer.daemon = True
     timer.start()

@@ -80,11 +80,11 @@ def test_the_arms_of_a_shipped_study_are_different_runs(name: str) -> None:
     ("given", "message"),
     [
         ("layer_sweep weights.layers=[1,2]", r"read the same layers: give study\.layers=\[1,2\]"),
-        ("length_norm objective.length_scale=false", r"its arms differ in objective\.length_scale"),
-        ("attention_sink weights.postprocess.sink_tokens=2", r"its arms differ in weights\.postprocess\.sink_tokens"),
-        ("attention_sink weights.postprocess={sink_tokens:4}", r"its arms differ in weights\.postprocess, "),
-        ("weight_sources weights.layers=[1,2]", r"its arms differ in weights\.layers"),
-        ("cross_model judge.path=/x", r"would make them use the same one: give other_judge\.path"),
+        ("length_norm objective.length_scale=false", r"the arms differ in objective\.length_scale"),
+        ("attention_sink weights.postprocess.sink_tokens=2", r"the arms differ in weights\.postprocess\.sink_tokens"),
+        ("attention_sink weights.postprocess={sink_tokens:4}", r"the arms differ in weights\.postprocess, "),
+        ("weight_sources weights.layers=[1,2]", r"the arms differ in weights\.layers"),
+        ("cross_model judge.path=/x", r"would make all arms use the same one: give other_judge\.path"),
         (
             "regimes prepare.pairs={train:8}",
             r"for each of its worlds, so prepare\.pairs={train:8} would have no",
@@ -149,7 +149,7 @@ def distinct(arms: dict[str, list[str]], depth: int = 0, grids: dict[str, Grid] 
     ],
 )
 def test_two_arms_of_one_run_are_refused(second: list[str]) -> None:
-    with pytest.raises(UserError, match=r"study twins: its arms one and two would train identical runs"):
+    with pytest.raises(UserError, match=r"study twins: arms one and two would train identical runs"):
         distinct({"one": ["weights=attention"], "two": second})
 
 
@@ -188,7 +188,7 @@ def test_a_study_with_equal_arms_ends_before_anything_is_computed(world: World, 
     (tmp_path / "configs" / "experiment").mkdir(parents=True)
     (tmp_path / "configs" / "experiment" / "twins.yaml").write_text(TWINS, encoding="utf-8")
     cfg = world.config("experiment=twins", f"store={tmp_path / 'store'}", config_dir=tmp_path / "configs")
-    with pytest.raises(UserError, match="its arms uniform and same again would train identical runs"):
+    with pytest.raises(UserError, match="arms uniform and same again would train identical runs"):
         run_study(cfg, tmp_path / "out")
     assert not (tmp_path / "store").exists() and not (tmp_path / "out").exists()
 

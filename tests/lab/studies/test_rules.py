@@ -31,7 +31,9 @@ def test_an_override_that_fits_one_arm_is_left_out_of_the_other(world: World, ca
         }
     assert configs["AttentionPO"].weights.layer == 2
     assert not hasattr(configs["uniform (DPO)"].weights, "layer")
-    assert caplog.messages == ["arm weights=uniform: override weights.layer=2 does not apply to it and is ignored"]
+    assert caplog.messages == [
+        "arm weights=uniform: ignoring override weights.layer=2, which does not apply to this arm"
+    ]
 
 
 def test_an_override_that_fits_no_arm_is_an_error(world: World) -> None:
@@ -141,7 +143,7 @@ def test_a_judge_that_missed_its_gate_is_warned_of(world: World, monkeypatch: py
     basis = prepare_shared_inputs(plan, 0)
     assert basis.gates == {"this base": False, "the second base": True}
     (line,) = basis.warnings
-    assert line.startswith("WARNING seed 0: the judge of this base missed its gate, ")
+    assert line.startswith("WARNING seed 0: the judge of this base missed its quality gate, ")
     second = replace(second, report={"gate_passed": False})
     assert [line.partition(" missed")[0] for line in prepare_shared_inputs(plan, 3).warnings] == [
         "WARNING seed 3: the judge of this base",

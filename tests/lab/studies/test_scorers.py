@@ -215,7 +215,7 @@ ORACLE = {"oracle": ["weights=uniform"]}
             r"study\.scorers\.a sets judge\.path=SCORER\.b, but scorers",
         ),
         ({"scorers": {"a": ["data.path=elsewhere"]}}, r"study\.scorers\.a sets data\.path"),
-        ({"scorers": {"an oracle": []}}, r"study\.scorers has 'an oracle': a scorer's name may only have letters"),
+        ({"scorers": {"an oracle": []}}, r"study\.scorers has 'an oracle': a scorer's name may only contain letters"),
         ({"sources": ("attention",)}, r"study\.sources lists attention, which is already an arm"),
         ({"sources": ("decay", "decay")}, r"study\.sources lists decay, which is already an arm"),
     ],
