@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 CLEAR = 2.0
-"""Two numbers count as different if they are more than this many standard errors apart."""
+"""Two scores count as different if they are more than this many standard errors apart."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class LayerChoice:
 
     ``error``: standard error over pairs of the chosen layer's score. ``errors``: for each other layer, the standard
     error of the pairwise difference to the chosen one. Both are None for fewer than two pairs. ``full``: mean log-odds
-    of the judge's verdict on whole responses, the largest possible drop. ``pairs``: pairs scored. ``left_out``:
-    pairs that could not be shown to the judge. ``emptied``: shortened responses without any token. ``prompts`` and
-    ``seconds``: cost of the search.
+    of the judge's verdict on whole responses; no drop can be larger. ``pairs``: number of pairs scored. ``left_out``:
+    number of pairs that could not be shown to the judge. ``emptied``: number of shortened responses without any token.
+    ``prompts`` and ``seconds``: cost of the search.
     """
 
     layer: int
@@ -88,7 +88,7 @@ class LayerChoice:
             )
             found.append(
                 f"the sample of {self.pairs} pairs is too small to tell layers {', '.join(map(str, first))} and {last} "
-                f"apart (score behind layer {self.layer}, with standard errors: {gaps}): {more}"
+                f"apart (lead of layer {self.layer} in the score, with standard errors: {gaps}): {more}"
             )
         return found
 
@@ -96,7 +96,7 @@ class LayerChoice:
         return self.scores[self.layer] - self.scores[layer]
 
     def to_dict(self) -> dict[str, object]:
-        """Returns all fields as JSON data, with the caveats under ``doubts``."""
+        """Returns all fields as JSON data, with the caveats under the key ``doubts``."""
         values: dict[str, object] = json.loads(json.dumps(asdict(self)))  # the keys of ``scores`` become text
         return {**values, "doubts": self.caveats()}
 
@@ -136,7 +136,8 @@ def find_layer(source: WeightSource, readers: Readers, train: EncodedSet, rules:
     if known is None and world_size() > 1:
         raise UserError(
             f"weights.layer=auto has not been resolved yet, and this job has {world_size()} processes, which would all "
-            f"search for the layer: run {readers.command} in one process until it logs the layer, or set a number"
+            f"search for the layer: run {readers.command} in one process until it logs the layer, or set weights.layer "
+            f"to a number"
         )
     if known is None:
         known = _score_layers(source, readers, train, sample, judge, rules)
@@ -210,7 +211,7 @@ def layer_rankings(
 ) -> dict[int, Rankings]:
     """Returns the finished weights of ``sample`` by ``source`` for each of ``layers`` (empty: every layer).
 
-    ``sample`` holds pairs of ``encoded``. Pairs missing in the store are judged, all layers in one pass.
+    ``sample``: some of the pairs in ``encoded``. Pairs missing from the store are judged, all layers in one pass.
     """
     depth = readers.make_judge().num_layers
     every = sorted({resolve_layer(layer, depth) for layer in layers or layers_with_attention(depth)})
@@ -237,7 +238,7 @@ def replace_layers(source: WeightSource, layer: int, layers: Sequence[int] = ())
 
 
 def _load_choice(path: Path, key: Mapping[str, object]) -> LayerChoice | None:
-    """Reads a stored choice; None without a file, and with a warning if it is damaged or has another key."""
+    """Reads a stored choice; returns None if there is no file, and warns if it is damaged or has another key."""
     if not path.exists():
         return None
     stored = read_record(path)

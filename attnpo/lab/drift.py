@@ -79,7 +79,7 @@ class ResponseShift:
 class TrainedRun:
     """Trained policy with its training inputs and the base it started from.
 
-    ``of_base``: digest that identifies the base's statistics.
+    ``of_base``: digest that identifies the statistics of the base.
     """
 
     policy: ScoredLM
@@ -104,7 +104,7 @@ def measure_drift(
     """Measures where the policy moved and returns the content of ``RunResult.drift``.
 
     ``counts``: number of pairs per split. ``sampled``: pairs with the policy's answer as chosen and the base's as
-    rejected. ``reference``: kind of the run's reference. Raises UserError for a model without a plain head.
+    rejected. ``reference``: kind of the run's reference. Raises UserError for a model without a plain output head.
     """
     began = time.perf_counter()
     base = readers.base
@@ -225,8 +225,8 @@ def score_base(base: ScoredLM, group: RowGroup) -> TokenStats:
 def score_policy(policy: ScoredLM, base: ScoredLM, of_base: TokenStats, group: RowGroup) -> TokenStats:
     """Runs the policy without gradients and returns token statistics that include "kl_policy_ref".
 
-    ``of_base``: result of ``score_base``. Raises UserError for a model without a plain head and ``ValueError`` for rows
-    without model inputs.
+    ``of_base``: result of ``score_base``. Raises UserError for a model without a plain output head and ``ValueError``
+    for rows without model inputs.
     """
     with torch.no_grad():
         stats: TokenStats = policy(

@@ -54,7 +54,7 @@ class FrontierPoint:
 
     @property
     def root_kl(self) -> float:
-        """Returns the root of the KL, its coordinate on the axis. Negative KL is estimation noise and counts as 0."""
+        """Returns the square root of the KL, the axis coordinate. Negative KL is estimation noise and counts as 0."""
         return math.sqrt(max(0.0, self.kl))
 
 
@@ -72,7 +72,7 @@ def frontier_figure(
     """Draws reward against KL, one line per arm through its grid points in order of KL; returns the PNG's path.
 
     The best points are ringed, have bolder intervals and are named in the legend. ``base_reward`` is drawn as a dotted
-    line, its interval as a band. The KL axis has a root scale, on which rewards at a given KL are interpolated;
+    line, its interval as a band. The KL axis has a square-root scale, on which rewards at a given KL are interpolated;
     negative KL (estimation noise) is drawn at 0. ``limits``: KL values marked by vertical lines. A point at more than
     ``FAR`` times the largest limit, or with an extreme reward (``axis_limits``), is drawn at the edge as a hollow arrow
     with its value, so that it does not squeeze the others. Points that are not finite are omitted and counted below the
@@ -153,7 +153,7 @@ def _draw_outliers(
 
 
 def _set_root_axis(axes: Axes, largest: Number, limits: Sequence[Number]) -> float:
-    """Sets round KL values as ticks on the root axis; returns the KL at its right end, which covers all limits."""
+    """Sets ticks at round KL values on the root axis; returns the KL at its right end, which covers all limits."""
     top = max(largest, *limits, 0.1) * 1.06
     edge = math.sqrt(top)
     ticks, last, gap = [0.0], math.inf, 0.09 * edge
@@ -173,7 +173,7 @@ def _set_root_axis(axes: Axes, largest: Number, limits: Sequence[Number]) -> flo
 
 @dataclass(frozen=True)
 class ArmPanel:
-    """Panel with one metric for every arm. ``levels``: at its chosen point. ``others``: at its other grid points.
+    """Panel with one metric for every arm. ``levels``: values at chosen points; ``others``: at other grid points.
 
     ``line``: name and value of a dotted reference line.
     """
@@ -243,7 +243,7 @@ def _draw_arms(axes: Axes, shown: ArmPanel, arms: Sequence[str], looks: ArmStyle
 
 @dataclass(frozen=True)
 class LayerPoint:
-    """Score at a layer (counted from 1) with the ends of its interval, NaN without one; ``arm``: the arm measured."""
+    """Score at a layer (counted from 1) with the ends of its interval, NaN without one. ``arm``: the arm measured."""
 
     layer: int
     score: Number
@@ -352,7 +352,7 @@ def layer_panels(panels: Sequence[LayerPanel], path: Path | str) -> Path:
 
 @dataclass(frozen=True)
 class GainPoint:
-    """Difference to the control at one position on the scale, with its interval; ``equal``: both reach the KL level."""
+    """Difference to the control at one scale position, with its interval. ``equal``: both reach the KL level."""
 
     place: Number
     gain: Number

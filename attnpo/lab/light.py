@@ -11,12 +11,12 @@ DECISIVE = "decisive"
 
 @dataclass(frozen=True)
 class LayerRules:
-    """Rules by which ``weights.layer=auto`` finds its layer.
+    """Rules by which ``weights.layer=auto`` finds a layer.
 
     ``pairs``: size of the calibration sample, the first training pairs in order of id. The top-weighted ``shares`` of
     the tokens are removed and compared with ``draws`` random removals (seeded by ``seed``) of as many tokens at the
-    same positions. An even number of draws cancels the judge's position bias. Takes pairs x layers x shares x
-    (2 + draws) judge prompts.
+    same positions. An even number of draws cancels the judge's position bias. The search takes pairs x layers x shares
+    x (2 + draws) judge prompts.
     """
 
     pairs: int = 64

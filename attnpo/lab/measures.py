@@ -15,7 +15,7 @@ class AutoLayer(LayerRules):
     """Finds the layer of ``weights.layer=auto`` (config node ``auto_layer``)."""
 
     def resolve_layer(self, source: Any, readers: Any, train: Any) -> tuple[Any, Mapping[str, object] | None]:
-        """Replaces ``layer=auto`` by the layer found on the encoded pairs ``train``; returns it with a record.
+        """Replaces ``layer=auto`` by the layer found on ``train``; returns the weights and a record of the search.
 
         Returns the weights unchanged and None if their layer is not ``auto``.
         """
@@ -58,10 +58,10 @@ class DriftSettings:
         truth: Truth | None,
         sampled: Sequence[PreferencePair],
     ) -> dict[str, Json]:
-        """Measures the content of ``RunResult.drift``; empty if ``pairs`` is 0.
+        """Measures and returns the content of ``RunResult.drift``; empty if ``pairs`` is 0.
 
-        ``readers``: weight readers of the run, with its base. ``reference``: kind of the run's reference. ``sampled``:
-        pairs with the policy's answers as chosen and the base's as rejected.
+        ``readers``: readers that compute the run's weights, with its base. ``reference``: kind of the run's reference.
+        ``sampled``: pairs with the policy's answers as chosen and the base's as rejected.
         """
         if not self.pairs:
             return {}

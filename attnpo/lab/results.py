@@ -43,7 +43,7 @@ class Run:
     """Finished run.
 
     ``result``: content of result.json (seed, steps, seconds, last metrics, inputs, versions, truth, drift). ``config``:
-    its configuration as plain values. ``notes``: remarks on its files, such as missing checksums.
+    configuration of the run as plain values. ``notes``: remarks on the run's files, e.g. missing checksums.
     """
 
     path: Path
@@ -88,8 +88,8 @@ def load_run(folder: str | Path) -> Run:
     """Loads the finished run in ``folder``.
 
     Raises:
-        UserError: the folder holds no run or a study; the run is not finished; or its files are damaged or in a format
-            that this version cannot read.
+        UserError: the folder contains no run, or contains a study; the run is not finished; or its files are damaged or
+            in a format that this version cannot read.
     """
     path = Path(folder).expanduser()
     if not (path / RESULT).is_file() and (path / CONFIG).is_file():
@@ -130,10 +130,10 @@ class FinishedPoint(NamedTuple):
 class StudyResults:
     """Study read from its folder.
 
-    ``state``: progress of an unfinished study; empty for a finished one. ``notes``: notes below its tables, and remarks
-    on files that are left out, unfinished or unchecked. ``printed``: its printed tables with their titles. ``rows``:
-    its runs with their metrics; for an unfinished study the runs so far, without the grid's values. ``record``: content
-    of study.json. ``setting``: the setting its points were composed with.
+    ``state``: progress of an unfinished study; empty for a finished one. ``notes``: notes below the tables, and remarks
+    on files that are left out, unfinished or unchecked. ``printed``: printed tables with titles. ``rows``: runs with
+    metrics; for an unfinished study the runs so far, without grid values. ``record``: content of study.json.
+    ``setting``: the setting that the points were composed with.
     """
 
     path: Path
@@ -146,12 +146,12 @@ class StudyResults:
 
     @property
     def title(self) -> str:
-        """Returns the name of its folder."""
+        """Returns the name of the study's folder."""
         return self.path.resolve().name
 
     @property
     def is_finished(self) -> bool:
-        """Returns whether the study has its tables. An unfinished one only has its points so far, no results by arm."""
+        """Returns whether the study has its tables. An unfinished one has only the points finished so far."""
         return not self.state
 
     @cached_property
@@ -210,7 +210,7 @@ class StudyResults:
         ]
 
     def finished_points(self, label: str | None = None) -> list[FinishedPoint]:
-        """Returns the points behind the tables, without damaged ones. ``label``: only this arm, by ``Arm.label``."""
+        """Returns the points behind the tables, without damaged ones. ``label``: ``Arm.label`` to restrict them to."""
         found = []
         for one in self.record.get("runs", []):
             folder, arm = self.path / one["folder"], Arm(one["arm"], (), one["layer"], one["world"])
@@ -283,7 +283,8 @@ def load_study(folder: str | Path) -> StudyResults:
     """Loads the study in ``folder``; an unfinished study has the points finished so far.
 
     Raises:
-        UserError: the folder holds no study or a single run; no point has a result; or its files are damaged.
+        UserError: the folder contains no study, or contains a single run; no point has a result; or its files are
+            damaged.
     """
     path = Path(folder).expanduser()
     if folder_kind(path) == "run":
@@ -335,7 +336,7 @@ def read_study(folder: Path) -> StudyResults:
 
 
 def check_point_folders(folder: Path) -> dict[Path, str | None]:
-    """Checks the folders of a study's finished points; returns for each its damage, None if it is intact."""
+    """Checks the folders of a study's finished points; returns a description of the damage for each, None if intact."""
     return {path.parent: find_damage(path.parent) for path in sorted(folder.glob(f"points/*/{RESULT}"))}
 
 
@@ -383,7 +384,7 @@ def folder_kind(folder: Path) -> str:
 
 
 def missing_folder_error(folder: Path, expected: str) -> UserError:
-    """Builds the error for a folder that does not hold what was expected; it lists what was found."""
+    """Builds the error for a folder that is not of the expected kind; the message lists the files found there."""
     if not folder.is_dir():
         return UserError(
             f"{folder}: expected the folder of {expected}, but {'it is a file' if folder.exists() else 'there is none'}"
@@ -391,7 +392,7 @@ def missing_folder_error(folder: Path, expected: str) -> UserError:
     held = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
     there = ", ".join(held[:8]) + (", ..." if len(held) > 8 else "") if held else "nothing"
     below = sorted(path.parent.name for name in ("study.json", RESULT) for path in folder.glob(f"*/{name}"))
-    hint = f"; subfolders that hold one: {', '.join(below[:5])}" if below else ""
+    hint = f"; subfolders that contain one: {', '.join(below[:5])}" if below else ""
     return UserError(f"{folder}: expected the folder of {expected}, found {there}{hint}")
 
 
@@ -401,7 +402,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def unsealed_warnings(folders: Sequence[Path]) -> list[str]:
-    """Returns a warning that names the first folder without checksums and counts the others; empty if all have them."""
+    """Returns a warning that names the first folder without checksums and counts the others; empty without any."""
     unsealed = [folder for folder in folders if not has_checksums(folder)]
     more = f" (and {len(unsealed) - 1} more)" if len(unsealed) > 1 else ""
     return [f"{unsealed[0].resolve().name}: it has no {SEAL}, so its files are not checked{more}"] if unsealed else []
@@ -481,7 +482,7 @@ def read_run_config(path: Path) -> DictConfig | None:
         words = " ".join(str(problem).split())[:120]
         raise UserError(f"{path}: expected the configuration of a run, but it cannot be read ({words})") from problem
     if not isinstance(cfg, DictConfig):
-        raise UserError(f"{path}: expected the configuration of a run, but the file does not hold one")
+        raise UserError(f"{path}: expected the configuration of a run, but the file contains something else")
     saved = cast(dict[str, Json], OmegaConf.to_container(cfg))
     return OmegaConf.create(to_savable(saved))  # resolves nothing from the environment
 

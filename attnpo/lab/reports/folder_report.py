@@ -37,7 +37,7 @@ GRADED = "a study's folder has no scores of graded answers"
 
 @dataclass(frozen=True)
 class ResultTable:
-    """Our table that printed rows are joined to, with the settings of its numbers (empty if unknown)."""
+    """One of our tables, to which printed rows are joined, with the names of its settings (empty if unknown)."""
 
     table: KeyedTable
     settings: frozenset[str]
@@ -46,9 +46,9 @@ class ResultTable:
 def write_folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], output: Path, mark: str) -> None:
     """Prints the tables of finished folders and writes them, with the studies' figures, to ``output``.
 
-    ``kind``: "study" or "run"; empty detects it per folder. ``printed``: CSV files of a paper's numbers; rows of a
-    study's setting are shown in a table below its own, and likewise for runs. ``mark``: digest of the command. Raises
-    UserError for a folder that is not of the given kind.
+    ``kind``: "study" or "run"; empty detects it per folder. ``printed``: CSV files of a paper's numbers; rows with the
+    setting of a study or run are shown in a table below the study's or run's own. ``mark``: digest of the command.
+    Raises UserError for a folder that is not of the given kind.
     """
     kinds = [kind or folder_kind(folder) for folder in folders]
     studies = [read_study(folder) for folder, one in zip(folders, kinds, strict=True) if one == STUDY]
@@ -96,7 +96,7 @@ def keyed_tables(study: StudyResults) -> list[KeyedTable]:
 
 
 def headline_column(table: KeyedTable) -> tuple[str, dict[tuple[Cell, ...], str]]:
-    """Returns the main metric of a study's table: its column, and its cells by row key, each with its interval.
+    """Returns the column of a table's main metric, and by row key the cells of that column with their intervals.
 
     Picks the reward, else the validation accuracy, else the first numeric column; "" for a table without any.
     """
@@ -139,7 +139,7 @@ def studies_table(studies: Sequence[StudyResults]) -> KeyedTable:
 
 
 def unique_folder_names(paths: Sequence[Path]) -> list[str]:
-    """Names folders by the shortest ends of their paths that are unique."""
+    """Returns a name for each folder: the shortest end of its path that no other folder shares."""
     every = [path.resolve().parts for path in paths]
 
     def name_of(parts: tuple[str, ...]) -> str:
@@ -160,10 +160,11 @@ def runs_table(rows: Sequence[Mapping[str, Cell]]) -> KeyedTable:
 
 
 def join_printed_rows(ours: Sequence[ResultTable], path: Path) -> tuple[list[KeyedTable | None], list[str]]:
-    """Joins the printed rows of a file to each of our tables, by setting; returns the joined tables and notes.
+    """Joins the printed rows of a file to our tables with the same setting; returns the joined tables and notes.
 
-    The table is None if the file has no rows of its setting. A printed row that matches none of ours is shown once,
-    with the first table of its setting. Raises UserError if no column of the file names our rows.
+    A joined table is None if the file has no rows with the table's setting. A printed row that matches no row of ours
+    is shown once, in the first joined table with its setting. Raises UserError if the file has none of the columns that
+    identify our rows.
     """
     files = [read_printed_rows(path, one.table) for one in ours]
     mine: list[list[int]] = []
@@ -196,9 +197,9 @@ def join_printed_rows(ours: Sequence[ResultTable], path: Path) -> tuple[list[Key
 
 
 def read_printed_rows(path: Path, table: KeyedTable) -> PublishedTable:
-    """Reads a file of printed numbers with our key columns; its methods count as arms (or runs) if it has none.
+    """Reads a file of printed numbers with our key columns; without arms (or runs), its column of methods is used.
 
-    Raises UserError when it has neither column.
+    Raises UserError if the file has neither column.
     """
     item = table.keys[-1]
     printed = read_published_table(path, [*table.keys, METHOD, *MODELS])
@@ -209,12 +210,12 @@ def read_printed_rows(path: Path, table: KeyedTable) -> PublishedTable:
 
 
 def row_model(row: Mapping[str, Cell]) -> str | None:
-    """Returns a printed row's setting, or else the name of its model; None if it has neither."""
+    """Returns the setting of a printed row, or else the name of its model; None if the row has neither."""
     return next((str(row[name]) for name in MODELS if row.get(name) is not None), None)
 
 
 def normalize_name(name: str) -> str:
-    """Returns a name in lower case, letters and digits only, so that a paper's model name matches our setting's."""
+    """Returns the letters and digits of a name in lower case, so that a paper's model name matches our setting's."""
     return "".join(sign for sign in name.casefold() if sign.isalnum())
 
 
@@ -228,7 +229,9 @@ def unmatched_row_notes(
     settings = ", ".join(sorted({setting for one in ours for setting in one.settings}))
     here = f"{SETTING} {settings}" if settings else "an unknown setting (no config.yaml names it)"
     if not mine:
-        return [f"{file_label(path)}: left out: its rows are of other models ({others}), and these are of {here}"]
+        return [
+            f"{file_label(path)}: left out, because its rows are for other models ({others}) and ours are for {here}"
+        ]
     lines = [f"{file_label(path)}: rows of other models left out ({others})"] if others else []
     item = ours[0].table.keys[-1]
     if left and item in printed.columns:

@@ -33,9 +33,9 @@ def publish_report(
 ) -> None:
     """Prints the tables and notes, and writes STEM.md, STEM.tex, STEM.csv and report.html with ``sections`` below.
 
-    The CSV holds all tables: one column names the table, and columns of other tables are empty. ``mark``: digest of the
-    command. ``by``: tables with this column are printed in parts side by side, one part per value. ``why``: reason to
-    print if columns of a paper have no counterpart in our tables.
+    The CSV contains all tables: one column names the table, and the columns of other tables are empty. ``mark``: digest
+    of the command. ``by``: tables with this column are printed in parts side by side, one part per value. ``why``:
+    explanation to print if columns of a paper have no counterpart in our tables.
     """
     notes = [*dict.fromkeys(notes), *unmatched_column_notes(tables, why)]
     below = [Section("Notes", [Paragraph(line) for line in notes])] if notes else []
@@ -96,19 +96,19 @@ def drop_constant_columns(table: KeyedTable) -> KeyedTable:
 
 
 def unmatched_column_notes(tables: Sequence[KeyedTable], why: str) -> list[str]:
-    """Returns a note on a paper's columns without counterpart in our tables, followed by ``why``; empty if none."""
+    """Returns a note on a paper's columns that our tables lack, followed by ``why``; empty if there are none."""
     lacking = dict.fromkeys(name for table in tables for name in unmatched_columns(table))
     reason = f": {why}" if why else ""
-    return [f"printed columns without ours: {', '.join(lacking)}{reason}"] if lacking else []
+    return [f"printed columns that our tables lack: {', '.join(lacking)}{reason}"] if lacking else []
 
 
 def check_output_folder(folder: Path, mark: str, *, instead: str = "name= another folder below `output`") -> None:
-    """Checks that a folder is empty or holds an earlier report of the same command.
+    """Checks that a folder is empty or contains an earlier report of the same command.
 
     ``instead``: advice on how to choose another folder.
 
     Raises:
-        UserError: the folder is unreadable or holds anything else.
+        UserError: the folder is unreadable or contains anything else.
     """
     try:
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
@@ -123,4 +123,4 @@ def check_output_folder(folder: Path, mark: str, *, instead: str = "name= anothe
         before = None
     if before != mark:
         other = "the report of another command" if before else f"{', '.join(held[:3])}"
-        raise UserError(f"{folder} holds {other}, which would be overwritten; give {instead}")
+        raise UserError(f"{folder} contains {other}, which would be overwritten; give {instead}")

@@ -1,8 +1,8 @@
 """Passport of the judge: measures on labelled pairs, before training, how good its verdicts and its attention are.
 
-Margins are log-odds (nats) of the chosen answer's label over the rejected answer's. They have one row per pair: the
-first column is for the chosen answer shown first, the second for the chosen answer shown second. The verdict on a pair
-is the mean of its two margins.
+Margins are log-odds (nats) of the chosen answer's label over the rejected answer's label. A matrix of margins has one
+row per pair: the first column is for the chosen answer shown first, the second for the chosen answer shown second. The
+verdict on a pair is the mean of its two margins.
 """
 
 import json
@@ -130,7 +130,7 @@ def write_passport(cfg: PassportConfig) -> Path:
 
 
 class RecordingJudge:
-    """Wrapper of a judge that records prompt lengths, the probability of the labels, and seconds."""
+    """Wrapper of a judge that records prompt lengths, the probability of both labels, and the time in seconds."""
 
     def __init__(self, judge: JudgeModel) -> None:
         self.judge, self.num_layers = judge, judge.num_layers
@@ -154,10 +154,11 @@ class RecordingJudge:
 class JudgedSample:
     """Judged sample of pairs.
 
-    ``layered``: weights that read one layer. ``align``: rules that align them with the training tokens. ``shown``: the
-    sample's pairs that could be shown to the judge. ``rows``: names of the captured attention rows. ``heard``: recorder
-    of the pass. ``cost``: cost of a judge pass over all pairs, extrapolated from the sample's ``measured`` prompts;
-    ``store`` is in bytes, ``loading`` the seconds to load the judge once.
+    ``layered``: weight source that reads one layer. ``align``: rules that align the weights with the training tokens.
+    ``shown``: pairs of the sample that could be shown to the judge. ``rows``: names of the captured attention rows.
+    ``heard``: judge that recorded the pass. ``cost``: cost of a judge pass over all pairs, extrapolated from the
+    ``measured`` prompts of the sample; ``store`` is in bytes, and ``loading`` is the time to load the judge once, in
+    seconds.
     """
 
     layered: WeightSource
@@ -173,7 +174,7 @@ class JudgedSample:
 
     @cached_property
     def captured_by_id(self) -> dict[str, PairWeights]:
-        """Returns the captured rounds of the pairs shown, by pair id."""
+        """Returns the captured rounds of the pairs that were shown to the judge, by pair id."""
         return {pair.pair_id: self.captured[pair.pair_id] for pair in self.shown}
 
     def source_at(self, layer: int) -> WeightSource:
@@ -182,7 +183,7 @@ class JudgedSample:
 
 
 def draw_sample(pairs: Sequence[PreferencePair], count: int, seed: int) -> list[PreferencePair]:
-    """Draws ``count`` distinct pairs by ``seed``, whatever the input order; returns all if there are fewer."""
+    """Draws ``count`` distinct pairs by ``seed``, independent of their order; returns all pairs if there are fewer."""
     unique = {pair.pair_id: pair for pair in pairs}
     return [unique[pair_id] for pair_id in sorted(unique, key=lambda pair_id: digest([seed, pair_id]))[:count]]
 
@@ -221,7 +222,7 @@ def judge_sample(
         first = captured[sample[0].pair_id]
         story = first.story if isinstance(first, UnreadablePair) else "it has no rounds"
         raise UserError(
-            f"passport: none of the {len(sample)} pairs can be shown to the judge; the first one, pair "
+            f"passport: none of the {len(sample)} pairs can be shown to the judge; reason for the first one, pair "
             f"{first.pair_id}: {story}"
         )
     scale = 2 * pairs / len(heard.lengths)
@@ -250,20 +251,22 @@ def measure_judge(
     grammar: Grammar | None,
     settings: PassportSettings,
 ) -> Passport:
-    """Computes the passport of a judge from its judged sample. Each pair counts once, with both orders.
+    """Computes the passport of a judge from the sample it judged. Each pair counts once, with both orders.
 
-    ``grammar``: of pairs whose true reward is known, else None. Keys of the result:
+    ``grammar``: grammar of the pairs if their true reward is known, else None. Keys of the result:
 
     - ``no_label``: share of verdicts whose most likely token is not a label.
     - ``label_mass``, ``label_mass_low``: probability of both labels at the verdict position, mean and lowest decile.
     - ``written``: most likely tokens at that position as text, with the number of prompts.
-    - ``answer_tokens``: the answers' share of a prompt's tokens, which is what uniform attention would give them.
-    - ``full``: mean log-odds of the judge's verdict on whole responses, the largest possible fall.
+    - ``answer_tokens``: share of a prompt's tokens that belong to the answers; uniform attention would give them as
+      much.
+    - ``full``: mean log-odds of the judge's verdict on whole responses; no fall can be larger.
     - ``coverage``, ``source_coverage``: shares of the training tokens, and of the judge's tokens, that are aligned.
-    - ``cost``: of a judge pass over all pairs; ``removals`` counts the extra prompts with removed tokens.
-    - ``rows``, ``data``: rows read, and counts by reason of rows dropped before judging.
-    - ``counts``: what was cut, left out or noticed in the sample.
-    - ``truth``: label errors and verdict accuracy by the true reward, and uniform weights' share on decisive tokens.
+    - ``cost``: cost of a judge pass over all pairs; ``removals`` counts the extra prompts with removed tokens.
+    - ``rows``, ``data``: number of rows read, and by reason the number of rows dropped before judging.
+    - ``counts``: how often anything in the sample was cut, left out or otherwise noticed, by kind.
+    - ``truth``: label errors and verdict accuracy by the true reward, and the share of uniform weights on decisive
+      tokens.
     """
     judge, read, pool = judged.judge, list(judged.captured_by_id.values()), pool_splits(encoded)
     rounds = [item for pair in read for item in pair.rounds]
@@ -368,7 +371,7 @@ def measure_removal(
 ) -> tuple[dict[int, dict[str, Any]], float, int]:
     """Measures for every layer how much the verdict falls without the top-weighted tokens and without random tokens.
 
-    Returns numbers by layer, the mean log-odds on whole responses, and the number of prompts. ``fall``, ``random``:
+    Returns the results by layer, the mean log-odds on whole responses, and the number of prompts. ``fall``, ``random``:
     drop of the verdict's log-odds (nats) without the top-weighted tokens, and without random tokens at the same
     positions, as means over shares. ``gain``: their difference, with an interval that holds for all layers jointly.
     """
@@ -525,14 +528,14 @@ def assess_judge(
     """Rates the judge by ``RULE``.
 
     ``gains``: for each layer, how much more the verdict falls without the top-weighted tokens than without random ones;
-    empty if not measured, which does not lower the rating. ``left``: number of labelled pairs outside the sample.
-    ``problem``: a further reason for doubt.
+    empty if not measured, which does not lower the rating. ``left``: number of labelled pairs that are not in the
+    sample. ``problem``: a further reason for doubt.
     """
     standing, silent = judge_standing(verdicts), is_silent(verdicts)
     tied = [layer for layer, gain in gains.items() if gain.low > 0]
     reasons, advice = [describe_accuracy(verdicts)], [ADVICE[standing]] if standing in ADVICE else []
     if standing in (JudgeStanding.CHANCE, JudgeStanding.FEW) and left:
-        advice.append(f"judge more pairs: {left} are left (passport.pairs)")
+        advice.append(f"judge more pairs: {left} have not been judged yet (passport.pairs)")
     if silent:
         reasons.append(f"{100 * verdicts.other_tokens:.0f} % of its verdicts name no label")
         advice.append(

@@ -12,12 +12,12 @@ from attnpo.schema import UserError, check_at_least, check_seed, digest
 
 @dataclass(frozen=True)
 class PassportSettings:
-    """Settings of the passport: how much data is judged, and what is measured (config node ``passport``).
+    """Settings of the passport: the data to judge and the layers and statistics to measure (config node ``passport``).
 
-    ``pairs``: number of pairs drawn by ``seed`` from both splits. ``removal_pairs``: number of these on which the
-    top-weighted ``shares`` of the tokens are removed (0: none) and compared with ``draws`` random removals at the same
-    positions; an even number of draws cancels the judge's position bias. ``layers``: layers to measure; empty means
-    every layer with attention. ``bins``: number of confidence bins.
+    ``pairs``: number of pairs drawn by ``seed`` from both splits. ``removal_pairs``: number of these pairs for which
+    the judge is also asked without the top-weighted ``shares`` of the tokens (0: none), and without tokens removed at
+    random at the same positions (``draws`` times); an even number of draws cancels the judge's position bias.
+    ``layers``: layers to measure; empty means every layer with attention. ``bins``: number of confidence bins.
     """
 
     pairs: int = 256

@@ -48,7 +48,7 @@ def write_report(cfg: ReportConfig) -> None:
 
 
 def require_distinct(paths: Sequence[Path]) -> None:
-    """Raises UserError if two paths are the same after resolving."""
+    """Raises UserError if two of the paths resolve to the same file or folder."""
     places = [path.resolve() for path in paths]
     if len(set(places)) < len(places):
         twice = next(path for path, place in zip(paths, places, strict=True) if places.count(place) > 1)

@@ -38,7 +38,7 @@ class ReportConfig(FitConfig):
         if self.what and report_kind(self.what) == WEIGHTS and self.what != (WEIGHTS,):
             raise UserError(f"report weights: expected GROUP=OPTION or KEY=VALUE after `weights`, got {self.what[1]!r}")
         if isinstance(self.layers, str) and self.layers != "all":
-            raise UserError(f"layers: expected all or a list such as [1,2,1/2,last], got {self.layers!r}")
+            raise UserError(f"layers: expected all or a list like [1,2,1/2,last], got {self.layers!r}")
         twice = [layer for layer in dict.fromkeys(self.layers) if list(self.layers).count(layer) > 1]
         if not isinstance(self.layers, str) and twice:
             raise UserError(f"layers: expected each layer once, got {twice[0]} more than once")

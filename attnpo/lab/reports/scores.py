@@ -47,7 +47,7 @@ PAPER = {
     ("mt_bench", MAIN): "mt_bench",
     ("arena_hard", MAIN): "arena_hard_wr",
 }
-"""Columns of the paper's tables, in the paper's order, by benchmark and score."""
+"""Column names of the paper's tables by benchmark and score, in the paper's order."""
 OF_MODEL = ("model", "answers")  # leading parts of key names that differ between models
 ROUNDS = "rounds"
 # Differences that keep scores comparable: numbers of rounds and gradings, and paths of files whose digests are checked.
@@ -60,7 +60,7 @@ Cells = dict[str, Cell]
 
 
 def column_name(result: EvaluationResult, score: str) -> str:
-    """Returns a score's column name: the paper's if it has one, else the benchmark's, plus the score's if not main."""
+    """Returns a score's column name: the paper's name, else the benchmark with the score (main scores: alone)."""
     main = score == result.main
     named = PAPER.get((result.benchmark, score)) or (PAPER.get((result.benchmark, MAIN)) if main else None)
     return named or (result.benchmark if main else f"{result.benchmark} {score}")
@@ -70,7 +70,7 @@ def column_name(result: EvaluationResult, score: str) -> str:
 
 
 def read_evaluations(folders: Sequence[Path]) -> tuple[dict[Path, EvaluationResult], list[str]]:
-    """Reads the finished evaluations in folders or one level below; returns them with notes on unfinished ones.
+    """Reads the finished evaluations in ``folders`` or one level below; returns them with notes on unfinished ones.
 
     Raises UserError for a folder without evaluations, a damaged result, or two results with the same label and
     benchmark.
@@ -82,7 +82,9 @@ def read_evaluations(folders: Sequence[Path]) -> tuple[dict[Path, EvaluationResu
         if not found and not any(folder.glob("*.jsonl")):
             raise missing_folder_error(folder, f"a finished evaluation ({RESULT}), or a parent of such folders")
         if not found:
-            notes.append(f"left out, not finished: {folder} has no {RESULT}; run its attnpo.evaluate command again")
+            notes.append(
+                f"left out {folder}, which is not finished (no {RESULT}); run its attnpo.evaluate command again"
+            )
         for place in found:
             places.setdefault(place.resolve(), place)
     if not places:
@@ -118,9 +120,9 @@ def read_evaluation(folder: Path) -> EvaluationResult:
 
 @dataclass(frozen=True)
 class ConditionMismatch:
-    """Evaluations of a benchmark made under other conditions than most.
+    """Evaluations of a benchmark made under conditions that differ from those of most evaluations.
 
-    ``usual``, ``odd``: labels under the usual and under the other conditions. ``how``: every difference as
+    ``usual``, ``odd``: labels evaluated under the usual and under the other conditions. ``how``: every difference as
     (name, usual value, odd value).
     """
 
@@ -131,7 +133,7 @@ class ConditionMismatch:
 
     @property
     def is_comparable(self) -> bool:
-        """Returns whether the scores are comparable despite the differences: only ``OF_ONE_KIND`` differs."""
+        """Returns whether the scores are comparable despite the differences, which must all be in ``OF_ONE_KIND``."""
         return all(name in OF_ONE_KIND or name.partition(".")[0] in OF_ONE_KIND for name, _, _ in self.how)
 
     def warning(self) -> str:
@@ -147,7 +149,7 @@ class ConditionMismatch:
 
 
 def find_mismatches(results: Sequence[EvaluationResult]) -> list[ConditionMismatch]:
-    """Finds, for each benchmark, evaluations made under other conditions than most of its evaluations."""
+    """Finds, for each benchmark, evaluations made under conditions that differ from those of most."""
     out = []
     for benchmark in dict.fromkeys(result.benchmark for result in results):
         made = {result.label: grading_conditions(result) for result in results if result.benchmark == benchmark}
@@ -162,7 +164,7 @@ def find_mismatches(results: Sequence[EvaluationResult]) -> list[ConditionMismat
 
 
 def grading_conditions(result: EvaluationResult) -> dict[str, object]:
-    """Returns everything that must agree within a column: grader, rounds, and the key without the model's own parts.
+    """Returns everything that must agree within a column: grader, rounds, and the key without parts about the model.
 
     The values are converted to JSON, so that stored and new evaluations compare equal.
     """
@@ -233,12 +235,12 @@ class Leaderboard:
         ]
 
     def protocol_number(self, label: str, benchmark: str) -> int:
-        """Returns the number of the grading conditions used for a label on a benchmark; 0 for the usual ones."""
+        """Returns an index for the grading conditions used for a label on a benchmark; 0 for the usual conditions."""
         ways = [one for one in self.mixed if one.benchmark == benchmark and not one.is_comparable]
         return next((number for number, one in enumerate(ways, start=1) if label in one.odd), 0)
 
     def mean_ranks(self) -> dict[str, float]:
-        """Returns each label's mean rank over the printed scores, 1 is best; omits labels that miss a score.
+        """Returns each label's mean rank over the printed scores (1 is best); omits labels that lack a score.
 
         Ties share the mean of their ranks (paper, main table; reference EVALUATION 6). A benchmark with two columns
         counts twice.
@@ -282,9 +284,9 @@ def write_scores_report(
 ) -> None:
     """Prints the tables of finished evaluations and writes them to ``output``.
 
-    ``printed``: CSV files whose rows are shown next to ours. ``model``: selects the rows of a file with several models.
-    ``mark``: digest of the command. Raises UserError for folders without a result, damaged results, and files that
-    share no column with our tables.
+    ``printed``: CSV files whose rows are shown next to ours. ``model``: model whose rows are used if a file has
+    several. ``mark``: digest of the command. Raises UserError for folders without a result, damaged results, and files
+    that share no column with our tables.
     """
     found, notes = read_evaluations(folders)
     results = list(found.values())
@@ -374,10 +376,10 @@ def join_column_names(figures: Iterable[ScoreColumn]) -> str:
 
 
 def main_tables(board: Leaderboard) -> list[KeyedTable]:
-    """Builds the paper's main table (means, average rank) and its table of three runs, with both kinds of interval.
+    """Builds the paper's main table (means, average rank), and its table over rounds with both kinds of interval.
 
-    Readers see rounded means, with an asterisk if graded differently from most, and ``21.90 ± 1.57 (t 3.45)``. The CSV
-    has the unrounded numbers.
+    Printed means are rounded, with an asterisk if graded differently from most. Rounds are printed as e.g. ``21.90 ±
+    1.57 (t 3.45)``. The CSV has the unrounded numbers.
     """
     ranks, odd = board.mean_ranks(), {(label, one.benchmark) for one in board.mixed for label in one.odd}
     tables = [list[Cells]() for _ in range(4)]
@@ -423,7 +425,7 @@ def _make_table(
 
 
 def spreads_table(board: Leaderboard) -> list[KeyedTable]:
-    """Builds the table of spreads: 95 % interval over questions, standard deviations over rounds and of grading.
+    """Builds the table of spreads: 95 % interval over questions, standard deviations over rounds and over gradings.
 
     Cells of unknown spreads are empty.
     """
@@ -524,7 +526,8 @@ def join_printed_scores(
     if AVG_RANK in left and ranked != theirs:
         left.remove(AVG_RANK)
         lines.append(
-            f"{file_label(path)}: average ranks not compared: over {len(theirs)} rows there, over {len(ranked)} here"
+            f"{file_label(path)}: average ranks are not compared, because there are {len(theirs)} ranked rows there "
+            f"and {len(ranked)} here"
         )
     joined: list[KeyedTable] = []
     for table, names in sorted(zip(tables, shared, strict=True), key=lambda item: -len(item[1])):
@@ -537,16 +540,18 @@ def join_printed_scores(
             told = replace(told, title=f"Printed numbers of {file_label(path)} beside our {table.name}")
             joined.append(replace(told, reading=round_like_printed(told, names)))
     if left:
-        lines.append(f"{file_label(path)}: printed columns without ours: {', '.join(left)}")
+        lines.append(f"{file_label(path)}: printed columns that our tables lack: {', '.join(left)}")
     ours = dict.fromkeys(str(row[METHOD]) for table in tables for row in table.rows)
     alone = [label for label in ours if label.casefold() not in theirs]
     if alone:
-        lines.append(f"{file_label(path)}: no printed row for {join_names(alone)}; its rows are {', '.join(methods)}")
+        lines.append(
+            f"{file_label(path)}: no printed row for {join_names(alone)}; the printed rows are {', '.join(methods)}"
+        )
     return joined, lines
 
 
 def round_like_printed(table: KeyedTable, names: Sequence[str]) -> KeyedTable:
-    """Rounds our numbers in a joined table like the printed ones, and recomputes the differences."""
+    """Rounds our numbers in a joined table to the decimals of the printed numbers, and recomputes the differences."""
     rows = []
     for row in table.rows:
         told = dict(row)

@@ -1,6 +1,7 @@
 """``report weights explorer=N``: searchable page of the weights of N training pairs, from one or two sources.
 
-The objective uses the combined round. A single round is finished and aligned separately, before transforms.
+The page shows the weights combined over judge rounds, as the objective uses them, and those of each round, which are
+post-processed and aligned on their own, before transforms.
 """
 
 import shlex
@@ -33,8 +34,8 @@ def write_weight_explorer(cfg: ReportConfig, folder: Path) -> None:
     """Writes ``explorer.html`` with the first ``cfg.explorer`` training pairs to ``folder``.
 
     ``cfg.against``: overrides that turn this configuration into the second source's; a word without ``=`` is an option
-    of ``weights``. Shows the reference's log-probabilities of pairs that have them in the store. Raises UserError if a
-    source computes its weights in training, or if the two sources have different training tokens.
+    of ``weights``. Also shows the reference's log-probabilities of a pair if they are in the store. Raises UserError if
+    a source computes its weights in training, or if the two sources have different training tokens.
     """
     configs = [cfg]
     more = [word if "=" in word else f"weights={word}" for word in shlex.split(cfg.against or "")]
@@ -72,7 +73,7 @@ def write_weight_explorer(cfg: ReportConfig, folder: Path) -> None:
 def collect_pairs(
     every: Iterable[tuple[str, Inputs]], train: EncodedSet, tokenizer: PreTrainedTokenizerBase, count: int
 ) -> dict[str, ExplorerPair]:
-    """Returns the first ``count`` pairs present at all layers of a source, by id, with one view per layer and round.
+    """Returns the first ``count`` pairs with weights at all layers of a source, by id; one view per layer and round.
 
     ``every``: a label and the weighted inputs for each layer.
     """
@@ -121,7 +122,7 @@ def first_pair_views(
 
 
 def merge_views(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> ExplorerPair:
-    """Adds the other pair's views to the first's; ``marked`` is appended to source names that exist in both.
+    """Adds the views of ``other`` to those of ``pair``; appends ``marked`` to source names that exist in both.
 
     Raises UserError if the two have different training tokens.
     """
@@ -129,8 +130,8 @@ def merge_views(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> Ex
     for (name, mine), (_, theirs) in zip(first.sides, second.sides, strict=True):
         if mine.token_ids != theirs.token_ids:
             raise UserError(
-                f"against: pair {first.pair.pair_id}, {name}: the second source has different training tokens; against "
-                "may change weights and judge, but not model, data or lengths"
+                f"against: pair {first.pair.pair_id}, {name}: the second source has different training tokens; "
+                f"against= may change weights and judge, but not model, data or lengths"
             )
     taken = {view.source for view in pair} if marked else set()
     named = {

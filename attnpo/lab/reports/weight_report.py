@@ -93,8 +93,8 @@ class WeightStatistics:
 def write_weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
     """Prints the tables of the weights that ``cfg`` describes, and writes them with heat maps to ``folder``.
 
-    The page has the heat maps of the first pairs, ``heat-WEIGHTS.svg`` only the first one. Weights missing in the store
-    are computed as for a run, all layers in one judge pass. ``mark``: digest of the command.
+    The page has the heat maps of the first pairs, ``heat-WEIGHTS.svg`` only the first one. Weights missing from the
+    store are computed as for a run, all layers in one judge pass. ``mark``: digest of the command.
     """
     run, base, readers, built = resolve(cfg)
     texts = encode_splits(read_pairs(run.data, run.weights, base.store), base, run.lengths)
@@ -148,7 +148,7 @@ def write_weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
 def requested_layers(
     source: WeightSource, name: str | None, readers: Readers, layers: Sequence[int | str] | str
 ) -> list[int | None]:
-    """Returns the distinct layers to report on as numbers; [None] for the weights as configured.
+    """Returns the distinct layer numbers to report on; [None] for the weights as configured.
 
     ``name``: chosen option of ``weights``. Raises UserError for weights without a layer, and for layers that the judge
     does not have.
@@ -261,8 +261,8 @@ def weight_tables(
 ) -> list[KeyedTable]:
     """Builds three tables with a row per set of weights (and side, and token): concentration, tokens, sink share.
 
-    The token table holds every token that occurs ``min_count`` times, whatever ``top`` is, so that a paper's tokens can
-    be joined. ``piece`` returns a token's text in the vocabulary.
+    The token table contains every token that occurs at least ``min_count`` times, whatever ``top`` is, so that a
+    paper's tokens can be joined. ``piece`` returns a token's text in the vocabulary.
     """
     rows: dict[str, list[dict[str, Cell]]] = {"statistics": [], "tokens": [], "sink": []}
     for one in measured:
@@ -318,8 +318,8 @@ def select_model_rows(printed: PublishedTable, model: str) -> tuple[PublishedTab
     elif names:
         said = f"set label={names[0]}" + (f" (or {', '.join(names[1:])})" if names[1:] else "")
         lines.append(
-            f"{file_label(printed.path)}: left out, its numbers are for other models than {model}; if {model} is "
-            f"one of them under another name, {said}"
+            f"{file_label(printed.path)}: left out, because its numbers are for models other than {model}; if {model} "
+            f"is one of them under another name, {said}"
         )
     return replace(printed, rows=mine), lines
 
@@ -376,7 +376,7 @@ def response_statistics(weights: Float[Tensor, " m"], length: float | int | None
 
 
 def mean_statistics(statistics: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Averages every statistic over responses and adds their number as ``responses``.
+    """Averages every statistic over responses, and adds the number of responses as ``responses``.
 
     Raises UserError without responses.
     """
@@ -391,7 +391,7 @@ def statistics_row(model: str, side: str, summary: Mapping[str, float]) -> dict[
     """Builds a row of the paper's statistics table (side, model, std, max, mean_length), with our further statistics.
 
     Every number is a mean over responses: of the std over tokens, the largest weight, and |y|. The paper does not say
-    so, but a maximum over all responses would be near 1, and it prints 0.09 to 0.12.
+    so for the maximum; but it prints 0.09 to 0.12, while a maximum over all responses would be near 1.
     """
     numbers = {name: value for name, value in summary.items() if name not in ("uniform", *SINK)}
     return {"side": side, "model": model, **numbers}
@@ -415,9 +415,9 @@ def token_means(
 ) -> "pandas.DataFrame":
     """Returns the mean weight of every token id over all responses, largest first, as in the paper.
 
-    Tokens of short answers rank high merely because of the length. ``relative`` corrects for this: it is the mean of
-    the weight times ``lengths``, which is |y| for a distribution and 1 for factors. Each occurrence counts once. Ties
-    go to the smaller id.
+    Tokens of short answers rank high merely because the answers are short. ``relative`` corrects for this: it is the
+    mean of the weight times ``lengths``, which is |y| for a distribution and 1 for factors. Each occurrence counts
+    once. Ties go to the smaller id.
     """
     import pandas
 

@@ -161,7 +161,10 @@ def test_the_rule(statistics: JudgeStatistics, gains: dict[int, Estimate], worth
 def test_advice_names_the_layer_and_the_pairs_left() -> None:
     gains = {1: HANGS, 2: Estimate(0.9, 0.2, 1.6, 64), 3: Estimate(2.0, -0.1, 4.1, 64)}
     assert "begin with weights.layer=2" in assess_judge(stats(0.75, 256), gains).advice[0]
-    assert any("744 are left (passport.pairs)" in line for line in assess_judge(stats(0.5, 256), {}, 744).advice)
+    assert any(
+        "744 have not been judged yet (passport.pairs)" in line
+        for line in assess_judge(stats(0.5, 256), {}, 744).advice
+    )
     assert not any("are left" in line for line in assess_judge(stats(0.5, 256), {}, 0).advice)
 
 

@@ -169,7 +169,7 @@ def test_printed_numbers_stand_below_ours(world: World, tmp_path: Path, capsys: 
     out = capsys.readouterr().out
     assert out.index("top10 share") < out.index("max printed")
     assert "rows of other models left out (other)" in out
-    assert out.count("its numbers are for other models than m; if m is") == 1 and "label=one (or two)" in out
+    assert out.count("its numbers are for models other than m; if m is") == 1 and "label=one (or two)" in out
 
 
 def test_a_printed_token_finds_ours_at_any_rank(
@@ -270,7 +270,7 @@ def test_a_report_replaces_its_own_and_nothing_else(
     foreign = tmp_path / "other"
     foreign.mkdir()
     (foreign / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"holds notes\.txt, which would be overwritten"):
+    with pytest.raises(UserError, match=r"contains notes\.txt, which would be overwritten"):
         write_report(asked(["weights"], *world.overrides(f"output={tmp_path}", "name=other")))
     assert [path.name for path in foreign.iterdir()] == ["notes.txt"]
 
@@ -436,7 +436,7 @@ def test_printed_rows_meet_no_study_of_another_setting(
     folder, page = report_on(tmp_path, ["study", str(study)], f"printed={printed}")
     assert {row["table"] for row in rows_of(folder / "study.csv")} == {"a"}
     out = capsys.readouterr().out
-    assert out.count("left out: its rows are of other models") == 1 and "of setting testbed" in out
+    assert out.count("left out, because its rows are for other models") == 1 and "for setting testbed" in out
     assert "6.7" not in page and "base_model" not in page
 
 

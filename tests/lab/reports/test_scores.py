@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -273,8 +274,9 @@ def test_an_unfinished_evaluation_is_left_out_and_named(tmp_path: Path, capsys: 
     begun.mkdir()
     (begun / "grades.jsonl").write_text("")
     report_on(tmp_path, [done, begun])
-    assert f"left out, not finished: {begun}" in "".join(capsys.readouterr().out.split("\n"))
-    with pytest.raises(UserError, match="at least one finished evaluation; left out, not finished"):
+    left = f"left out {begun}, which is not finished"
+    assert "".join(left.split()) in "".join(capsys.readouterr().out.split())
+    with pytest.raises(UserError, match=f"at least one finished evaluation; {re.escape(left)}"):
         report_on(tmp_path, [begun], "name=other")
 
 
@@ -316,7 +318,7 @@ def test_printed_numbers_stand_beside_ours(tmp_path: Path, capsys: pytest.Captur
     assert (rows["DPO"]["mt_bench printed"], float(rows["DPO"]["mt_bench difference"])) == ("6.73", 5.0 - 6.73)
     assert all("avg_rank printed" not in row or row["avg_rank printed"] == "" for row in rows.values())
     out = " ".join(capsys.readouterr().out.split())
-    assert "average ranks not compared: over 14 rows there, over 3 here" in out
+    assert "average ranks are not compared, because there are 14 ranked rows there and 3 here" in out
     assert "rows of other models left out (llama3_8b_base_sft)" in out
     assert r"\caption{Printed numbers of main\_results/printed.csv beside our scores}" in (
         folder / "scores.tex"
@@ -348,7 +350,7 @@ def test_lengths_and_means_over_rounds_meet_their_printed_columns(tmp_path: Path
     assert float(rounds["arena_hard_wr_ci95 difference"]) == pytest.approx(0.131607, abs=1e-6)
     (lengths,) = rows_of(folder, "lengths printed")
     assert (lengths["n_tokens printed"], float(lengths["n_tokens difference"])) == ("533", -33.0)
-    assert "printed columns without ours: other" in (folder / "scores.md").read_text(encoding="utf-8")
+    assert "printed columns that our tables lack: other" in (folder / "scores.md").read_text(encoding="utf-8")
     wrong = tmp_path / "wrong.csv"
     wrong.write_text("arm,mt_bench\nDPO,6.73\n")
     with pytest.raises(UserError, match="expected a column method"):
