@@ -63,12 +63,12 @@ class Truth(Protocol):
 
 @runtime_checkable
 class LayerFinder(Protocol):
-    """Search for the layer of ``weights.layer=auto`` (config node ``auto_layer``)."""
+    """Component that finds the layer for ``weights.layer=auto`` (config node ``auto_layer``)."""
 
     def resolve_layer(self, source: Any, readers: Any, train: Any) -> tuple[Any, Mapping[str, object] | None]:
         """Returns the weight source with the layer found on the encoded pairs ``train``, and a record of the search.
 
-        Without a search to do, returns the source unchanged and None.
+        If no search is needed, returns the unchanged source and None.
         """
 
 

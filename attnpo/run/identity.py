@@ -57,7 +57,7 @@ class RunIdentity:
     ``numbers``: keys that can change the numbers of training. ``result``: keys that can change any number of the
     result, including scores and the choice of checkpoints. ``settings``: all keys that can change a number, except the
     paths of model and data. ``paths``: paths to compare by the contents of the files. ``inputs``: config nodes that can
-    change pairs or weights. ``moveless``: keys that change no number.
+    change pairs or weights. ``ignored_keys``: keys that change no number.
     """
 
     numbers: dict[str, object]
@@ -65,43 +65,43 @@ class RunIdentity:
     settings: dict[str, object]
     paths: dict[str, object]
     inputs: dict[str, object]
-    moveless: Sequence[str]
+    ignored_keys: Sequence[str]
 
 
 def make_identity(cfg: RunConfig) -> RunIdentity:
     """Returns the keys of a config that define its run."""
-    moveless, unread, every = (
+    ignored_keys, unread, every = (
         [*ROOT, *bookkeeping_keys(cfg)],
         _unused_keys(cfg.values, cfg.weights),
         _comparable_values(cfg.values),
     )
-    idle, alone = (*moveless, *PATHS, *unread), (*moveless, "model.path", "data.path")
+    idle, alone = (*ignored_keys, *PATHS, *unread), (*ignored_keys, "model.path", "data.path")
     return RunIdentity(
-        numbers=_select_numbers(every, moveless, unread, cfg.weights),
+        numbers=_select_numbers(every, ignored_keys, unread, cfg.weights),
         result={key: value for key, value in every.items() if not is_at_or_below(key, idle)},
         settings={key: value for key, value in every.items() if not is_at_or_below(key, alone)},
         paths={key: value for key, value in flatten(cfg.values) if key in PATHS and not is_at_or_below(key, unread)},
         inputs={name: node for name, node in cfg.values.items() if name not in APART},
-        moveless=moveless,
+        ignored_keys=ignored_keys,
     )
 
 
-def load_saved_numbers(path: Path, moveless: Sequence[str]) -> dict[str, object]:
-    """Reads ``RunIdentity.numbers`` of the config saved at ``path``; ``moveless``: from the current identity."""
+def load_saved_numbers(path: Path, ignored_keys: Sequence[str]) -> dict[str, object]:
+    """Reads ``RunIdentity.numbers`` of the config saved at ``path``; ``ignored_keys``: from the current identity."""
     with wrap_yaml_errors(path):
         values = to_container(DictConfig(OmegaConf.load(path)))
     source = instantiate(values["weights"])
     composed = values.get("composed")
     begun = composed.get("environment") if isinstance(composed, dict) else None
     of_then = {key: f"of the environment ({was})" for key, was in begun.items()} if isinstance(begun, dict) else {}
-    found = _select_numbers(_comparable_values(values), moveless, _unused_keys(values, source), source)
+    found = _select_numbers(_comparable_values(values), ignored_keys, _unused_keys(values, source), source)
     return {key: of_then.get(key, value) for key, value in found.items()}
 
 
 def _select_numbers(
-    every: Mapping[str, object], moveless: Sequence[str], unread: Sequence[str], source: WeightSource
+    every: Mapping[str, object], ignored_keys: Sequence[str], unread: Sequence[str], source: WeightSource
 ) -> dict[str, object]:
-    idle = (*moveless, *bookkeeping_keys(source, "weights"), *PATHS, *BESIDE, *unread)
+    idle = (*ignored_keys, *bookkeeping_keys(source, "weights"), *PATHS, *BESIDE, *unread)
     return {key: value for key, value in every.items() if key in KEPT or not is_at_or_below(key, idle)}
 
 

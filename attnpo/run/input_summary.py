@@ -271,7 +271,7 @@ def describe_example(example: TrainingExample, tokenizer: PreTrainedTokenizerBas
 log = logging.getLogger(__name__)
 
 SAMPLE = 200
-"""Number of pairs for measuring stored layers, so that 32 layers take seconds however large the store is."""
+"""Number of pairs to measure stored layers on, so that 32 layers take seconds however large the store is."""
 
 
 def describe_lost_weights(

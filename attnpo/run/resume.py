@@ -166,7 +166,7 @@ def check_contents(numbers: Mapping[str, object], contents: Mapping[str, str], r
 
 
 def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
-    """Returns the result of the run in ``folder``, or None and the damage found by its digest, if any."""
+    """Returns the result of the run in ``folder``, or None and, if its digest reveals damage, a description."""
     if not (folder / RESULT).is_file():
         return None, None
     problem = describe_change(folder, only=MADE)
@@ -191,7 +191,7 @@ def find_finished_result(folder: Path, identity: RunIdentity, point: bool = Fals
         log.warning("resume=auto: the run in %s is treated as unfinished: %s", folder, problem)
     if result is None:
         return None
-    check_same_values(load_saved_numbers(folder / CONFIG, identity.moveless), identity.numbers, folder / CONFIG)
+    check_same_values(load_saved_numbers(folder / CONFIG, identity.ignored_keys), identity.numbers, folder / CONFIG)
     if is_auto_layer(identity.numbers.get(LAYER)) and CHOICE not in result.inputs:
         raise UserError(
             f"resume: the run in {folder} had a fixed {LAYER}, but now {LAYER}=auto is set: set the same layer again, "

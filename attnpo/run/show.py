@@ -418,7 +418,7 @@ def _margins_without_tokens(
     scores: PairLogps,
     left_out: Sequence[tuple[int, int] | None],
 ) -> Float[Tensor, " _"]:
-    """Returns the margin with each token (side, place) set to the reference's value; with None, the policy's margin."""
+    """Returns one margin per entry: with that token (side, place) at the reference's value; None changes none."""
     copies = len(left_out)
     batch = collate([example] * copies, padded_layout, 0, copies)
     shape = batch.main.response_mask.shape

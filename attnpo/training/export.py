@@ -47,8 +47,9 @@ def generation_config(
 ) -> GenerationConfig:
     """Returns the base's generation settings with every turn-ending id as EOS and the tokenizer's BOS and padding.
 
-    Ids from the base's own generation_config.json are kept; others only if they are special and the tokenizer has none.
-    Settings that transformers refuses to save are dropped with a warning.
+    Keeps the ids in the base's own generation_config.json. Without such a file, keeps the config's EOS ids that are
+    special tokens, and its BOS and padding ids if they are special and the tokenizer has none. If transformers refuses
+    to save the settings, only the ids are kept, with a warning.
     """
     base: Any = model.generation_config or GenerationConfig()  # type: ignore[no-untyped-call]
     given = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]

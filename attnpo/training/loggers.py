@@ -126,7 +126,7 @@ def close_loggers(loggers: Sequence[Logger], status: str) -> None:
 
 @contextmanager
 def open_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Json]) -> Iterator[list[Logger]]:
-    """Opens the loggers for a block; closes them as success, failed or interrupted (Ctrl-C), as the block ended."""
+    """Opens the loggers for a block; closes them as "success", "failed" or "interrupted" (Ctrl-C)."""
     loggers = make_loggers(settings, folder, config)
     status = "failed"
     try:

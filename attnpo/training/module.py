@@ -217,7 +217,7 @@ class PreferenceModule(L.LightningModule):
 
     # ------------------------------------------------------------------------------------------------ the step
     def score(self, batch: PreferenceBatch) -> tuple[PreferenceBatch, TokenStats, TokenStats | None, ObjectiveOutput]:
-        """Scores a batch: returns it with its final weights, the statistics of policy and reference, and the output."""
+        """Scores a batch; returns it with final weights, the statistics of policy and reference, and the output."""
         if batch.ahead:
             self._state = self._sum_rows_ahead(batch)
         batch = replace(batch, ahead={}, state=self._state, step=self.global_step if self.training else None)

@@ -82,11 +82,11 @@ def save_nonfinite_step(
     leads: bool,
     norm: float = math.nan,
 ) -> str:
-    """Saves a step that is not finite to ``path`` in the process that ``leads``; returns an error message.
+    """Saves a non-finite step to ``path`` if this process ``leads``; returns the message for the error to raise.
 
     A collective: every rank must call it. ``norm``: the gradient norm. The file, which loads with
-    ``weights_only=True``, has ``step``, the non-finite ``pairs`` and ``inputs``, ``gradients`` (names of non-finite
-    ones, per process) and ``processes``: lists of micro-batches with ids, losses, batch and statistics.
+    ``weights_only=True``, contains ``step``, the non-finite ``pairs`` and ``inputs``, ``gradients`` (names of
+    non-finite ones, per process) and ``processes``: lists of micro-batches with ids, losses, batch and statistics.
     """
     bad_gradients = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
     bad_pairs = all_gather_values(nonfinite_pairs((item.batch.pair_ids, item.losses) for item in scored), processes)

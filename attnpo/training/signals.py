@@ -93,7 +93,7 @@ class SignalHandler(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Leaves the validation before training if a signal arrived; there is nothing to save yet."""
+        """Leaves the validation before the first step if a signal arrived; there is nothing to save yet."""
         if trainer.state.fn == "validate" and self._has_signal(trainer):
             raise KeyboardInterrupt
 

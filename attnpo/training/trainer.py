@@ -1,4 +1,4 @@
-"""Lightning's Trainer built from the run's settings: checkpoints, and validation counted in optimiser steps."""
+"""Lightning's Trainer built from the run's settings, with checkpoints and validation counted in optimiser steps."""
 
 import logging
 import warnings
@@ -155,7 +155,7 @@ def make_trainer(
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Opens a context without Lightning's banners, tips and warnings about deliberate choices."""
+    """Opens a context that hides Lightning's banners and tips, and its warnings about deliberate choices."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
     before = [logger.level for logger in loggers]
     with warnings.catch_warnings():

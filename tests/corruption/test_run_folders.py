@@ -115,7 +115,7 @@ def end_of(folder: Path) -> dict[str, Any]:
         "rows": [without_speed(row) for row in read_metrics(folder / "metrics.csv")],
         "policies": [(folder / name / "model.safetensors").read_bytes() for name in ("best", "last")],
         "settings": load_saved_numbers(
-            folder / "config.yaml", make_identity(load("fit", ["experiment=none"])).moveless
+            folder / "config.yaml", make_identity(load("fit", ["experiment=none"])).ignored_keys
         ),
     }
 

@@ -337,7 +337,7 @@ def test_auto_leaves_blocks_as_they_are_on_a_cpu(
     plain = run(world.config(*given), tmp_path / "plain")
     assert found is not None and plain is not None and found.metrics == plain.metrics
     assert "model.compile=auto: blocks are not compiled (on a device of type cpu)" in caplog.text
-    saved = load_saved_numbers(tmp_path / "plain" / "config.yaml", make_identity(world.config(*given)).moveless)
+    saved = load_saved_numbers(tmp_path / "plain" / "config.yaml", make_identity(world.config(*given)).ignored_keys)
     assert make_identity(world.config(*given, "model.compile=auto")).numbers == saved
 
 
