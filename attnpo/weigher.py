@@ -414,8 +414,8 @@ def _pair_from_row(row: Mapping[str, object], where: str) -> PreferencePair:
         return adapt_row(row, Columns()).pair
     except RowError as problem:
         raise UserError(
-            f"{where}: {problem.reason.value}; expected a prompt with a chosen and a rejected response, as texts or as "
-            "messages with role and content"
+            f"{where}: {problem.reason.value}; expected a prompt with a chosen and a rejected response, as strings or "
+            "as messages with role and content"
         ) from problem
 
 

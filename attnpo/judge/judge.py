@@ -80,7 +80,7 @@ class RunJudge(AttentionReader):
         if own and judge.other:
             raise UserError(
                 "judge.other=true asks for a judge other than the run's own model, but judge.path is null: set "
-                "other_judge.path=FOLDER_OR_HUB_NAME (with judge=other) or judge.path"
+                "other_judge.path=FOLDER_OR_HUB_NAME (with judge=other) or judge.path=FOLDER_OR_HUB_NAME"
             )
         self.tokenizer = chat.tokenizer
         self.settings, self.trace, self.dtype = judge, judge.trace, judge.dtype
@@ -266,9 +266,9 @@ class LabelCheck:
         if mass is not None:
             self.enforce_minimum(mass)
         elif self.sample_prompts and not self._is_strict:
-            log.info("%s; it is not measured again, because judge.low_label_mass=warn", NOT_MEASURED)
+            log.info("%s; they are not measured again, because judge.low_label_mass=warn", NOT_MEASURED)
         elif self.sample_prompts:
-            log.info("%s: loading the judge to measure it (judge.low_label_mass=warn skips this)", NOT_MEASURED)
+            log.info("%s: loading the judge to measure them (judge.low_label_mass=warn skips this)", NOT_MEASURED)
             self.measure_and_check(load())
 
     def measure_and_check(self, judge: LoadedJudge) -> None:

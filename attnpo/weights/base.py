@@ -49,7 +49,7 @@ class ScorerModel:
             )
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists keys without effect: ``revision`` if ``path`` is None, as the run's own model has its revision."""
+        """Lists keys without effect: ``revision``, if ``path`` is None."""
         return {"revision": "the scorer is the model itself (path=null)"} if self.path is None else {}
 
     def fingerprint(self) -> dict[str, object]:

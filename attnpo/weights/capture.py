@@ -41,7 +41,7 @@ REFUSED = "refused"
 REFERENCE_VERSION = "1"
 AT_ONCE = 4096  # pairs read from the store at once: all of a small set
 CHUNK_ROWS = 32768
-"""Maximum number of rows in a chunk, over all pairs: with a thousand heads per pair they could fill the memory."""
+"""Maximum number of rows in a chunk of pairs: with a thousand heads, more rows could fill the memory."""
 UNPACKED = 256
 """Number of pairs whose columns are converted to tensors at a time."""
 
@@ -142,7 +142,7 @@ def load_captured(table: StoreTable, pair_ids: Sequence[str], layers: Sequence[S
 
     Pairs that could not be shown to the judge are ``UnreadablePair``. UserError if a pair or a layer is missing.
     """
-    stored = table.read(pair_ids, [TOKENS, *(layer_column(layer) for layer in layers)], TOLD)
+    stored = table.read(pair_ids, [TOKENS, *(layer_column(layer) for layer in layers)], OPTIONAL_COLUMNS)
     captured: dict[str, PairWeights] = {}
     while stored:
         captured |= unpack_pairs({pair_id: stored.pop(pair_id) for pair_id in list(islice(stored, UNPACKED))}, layers)
@@ -166,7 +166,7 @@ class CapturedRows(Mapping[str, PairWeights]):
     def iterate_rounds(self) -> Iterator[PairWeights]:
         """Yields every pair with its rounds (verdicts, traces) but without tokens and weights."""
         for begin in range(0, len(self._ids), AT_ONCE):
-            yield from unpack_rounds(self._table.read(self._ids[begin : begin + AT_ONCE], ROUNDS, TOLD))
+            yield from unpack_rounds(self._table.read(self._ids[begin : begin + AT_ONCE], ROUNDS, OPTIONAL_COLUMNS))
 
     def __contains__(self, pair_id: object) -> bool:
         return pair_id in self._places
@@ -327,8 +327,8 @@ def load_logps(
 TOKENS = "tokens"
 VERDICTS = "verdicts"
 TRACES = "traces"
-TOLD = (VERDICTS, TRACES)
-"""Columns that only some of the pairs have."""
+OPTIONAL_COLUMNS = (VERDICTS, TRACES)
+"""Columns that only some pairs have."""
 ROUNDS = (f"{TOKENS}.chosen_is_a", f"{TOKENS}.cut")
 """Fields of every round besides its tokens."""
 _NO_TOKENS = TokenWeights(torch.zeros(0, dtype=torch.long), torch.zeros(0, 2, dtype=torch.long), torch.zeros(1, 0))
@@ -407,7 +407,7 @@ def unpack_pairs(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[Stor
 
 
 def unpack_rounds(stored: Mapping[str, Mapping[str, Cell]]) -> Iterator[PairWeights]:
-    """Rebuilds pairs from their stored ``ROUNDS`` and ``TOLD`` columns, given by pair id, without tokens."""
+    """Rebuilds pairs from their stored ``ROUNDS`` and ``OPTIONAL_COLUMNS``, given by pair id, without tokens."""
     for pair_id, row in stored.items():
         known = _read_arrays(row[TOKENS])
         rounds = zip(known["chosen_is_a"].tolist(), known["cut"].tolist(), strict=True)

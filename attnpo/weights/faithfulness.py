@@ -79,7 +79,7 @@ Rankings = Mapping[str, Mapping[str, TokenRanking]]  # by pair id, then side
 
 @dataclass(frozen=True)
 class RemovalLogOdds:
-    """Log-odds of every pair after removing (or keeping only) its top-weighted tokens, and random tokens instead."""
+    """Log-odds of every pair with the top-weighted tokens removed (or only these kept), and with random ones."""
 
     top: Array
     random: Array
@@ -101,7 +101,7 @@ class RemovalResult:
     prompts: int
 
     def log_odds_drop(self, name: str, share: float) -> Array:
-        """Returns by how much the log-odds drop when the top-weighted tokens are removed or are all that remains."""
+        """Returns by how much the log-odds drop when the top-weighted tokens are removed."""
         return np.asarray(self.full - self.changes[name][RemovalMode.REMOVE, share].top)
 
     def advantage_over_random(self, name: str, mode: RemovalMode, share: float) -> Array:
@@ -215,7 +215,7 @@ def _trim_whitespace(text: str, piece: Range) -> Range:
 
 
 def _joining_whitespace(stretch: str) -> str:
-    """Returns the whitespace that replaces a removed stretch."""
+    """Returns the whitespace that replaces a removed stretch; empty if the stretch contained none."""
     if not any(letter.isspace() for letter in stretch):
         return ""
     runs = stretch[: len(stretch) - len(stretch.lstrip())], stretch[len(stretch.rstrip()) :]

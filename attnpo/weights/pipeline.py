@@ -255,7 +255,7 @@ def _chunk_source_weights(
 def _postprocess_chunk(
     source: WeightSource, chunk: Sequence[PairToWeigh], selected: Sequence[PairWeights | None]
 ) -> list[SourceWeights | None]:
-    """Postprocesses a chunk; returns each pair's responses, chosen first, or None for one that is not batched."""
+    """Postprocesses a chunk; returns each pair's responses, chosen first, or None for one that cannot be batched."""
     rule, partial = source.postprocess, source.partial
     if type(rule) is not Postprocess or source.kind is not Kind.DISTRIBUTION:
         return [None] * (2 * len(selected))
@@ -282,7 +282,7 @@ def _weighted_tokens(source: WeightSource, rounds: Sequence[TokenWeights]) -> Bo
 def _align_chunk(
     source: WeightSource, chunk: Sequence[PairToWeigh], done: Sequence[Mapping[str, SourceWeights]], method: AlignMethod
 ) -> list[AlignedResponse | None]:
-    """Aligns a chunk; returns each pair's responses, chosen first, or None for one that is not batched."""
+    """Aligns a chunk; returns each pair's responses, chosen first, or None for one that cannot be batched."""
     found: list[AlignedResponse | None] = [None] * (2 * len(done))
     if source.tokens == "train":
         return found
@@ -387,10 +387,10 @@ def apply_transform(
 
 
 def _apply_to_row(transform: WeightTransform, row: WeightRow) -> Float[Tensor, " n"]:
-    """Returns ``row``'s transformed weights in their old dtype; UserError naming the pair for invalid ones."""
+    """Returns the transformed weights of ``row`` in its dtype; UserError naming the pair if they are invalid."""
     weights, where = transform(row), f"pair {row.pair_id}, {row.side}, after {type(transform).__name__}"
     if weights.shape != row.weights.shape:
-        raise UserError(f"{where}: expected {row.weights.numel()} weights, got the shape {tuple(weights.shape)}")
+        raise UserError(f"{where}: expected {row.weights.numel()} weights, got shape {tuple(weights.shape)}")
     check_finite(weights, where)
     return weights.to(row.weights.dtype)
 
@@ -433,9 +433,9 @@ def fit_transforms_in_order(
 def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None:
     """Rejects transforms that are undefined for a source's weights.
 
-    Transforms that treat weights as shares of a whole are rejected for factors and signed rows. The weights of an
-    online source do not exist before training, so fitted transforms are rejected for it as well. An online source that
-    weighs whole pairs accepts no transforms.
+    Transforms that treat weights as shares of a whole are rejected for factors and signed rows. These and the
+    fitted ones are also rejected for an online source, whose weights do not exist before training. An online source
+    that weighs whole pairs accepts no transforms.
     """
     if not transforms:
         return
@@ -470,7 +470,7 @@ def _raw_rows(
     if own.shape != (count,):
         raise UserError(
             f"pair {asked.pair_id}, {side}: expected {count} weights from {type(source).__name__}, one for each "
-            f"training token, got the shape {tuple(own.shape)}; correct the source"
+            f"training token, got shape {tuple(own.shape)}; correct the source"
         )
     offsets = torch.from_numpy(to_range_array(encoded.offsets))
     ids = torch.from_numpy(np.array(encoded.response_ids, dtype=np.int64))

@@ -139,7 +139,7 @@ def check_is_distribution(kind: Kind, signed: bool) -> None:
         what = "signed weights" if signed else f"weights of kind {kind.value}"
         raise UserError(
             f"weights.postprocess: expected a source of non-negative distributions, got {what}; averaging, "
-            "normalising and the sink rule would change what its weights mean: set weights.postprocess=null"
+            "normalising and the sink rule would change what the weights mean: set weights.postprocess=null"
         )
 
 

@@ -150,5 +150,5 @@ def test_heads_that_are_no_choice_are_refused(heads: tuple[int, ...]) -> None:
 def test_heads_outside_the_judge_name_the_range() -> None:
     with pytest.raises(UserError, match=r"weights\.heads: expected query heads from 1 to 4 .*got 5 in \[1, 5\]"):
         Attention(heads=(1, 5)).heads_to_store(2, 4)
-    with pytest.raises(UserError, match=r"config, but its attention has 3 heads"):
+    with pytest.raises(UserError, match=r"config allows, but its attention has 3 heads"):
         capture_heads((HeadRow(1, 4),))

@@ -130,7 +130,7 @@ class Formula(TextSource):
             raise UserError(f"{where} failed on {len(seen.ids)} tokens: {type(error).__name__}: {error}") from error
         if given.shape != (len(seen.ids),):
             raise UserError(
-                f"{where}: expected {len(seen.ids)} weights, one for each token, got the shape {tuple(given.shape)}"
+                f"{where}: expected {len(seen.ids)} weights, one for each token, got shape {tuple(given.shape)}"
             )
         given = given.float()  # the dtype of training, so that an overflow is reported here
         broken = (~given.isfinite()).nonzero()

@@ -61,8 +61,8 @@ class RewardAttention(Attention):
         check_at_least("weights", 1, max_length=self.max_length, token_budget=self.token_budget)
         if isinstance(self.layer, str) and self.layer.strip().lower() == "auto":
             raise UserError(
-                "weights.layer=auto needs a judge, but weights=reward_attention has none: set weights.layer=last or a "
-                "number"
+                "weights.layer=auto needs a judge, but weights=reward_attention has none: set weights.layer=last or "
+                "weights.layer=NUMBER"
             )
 
     def capture_fingerprint(self) -> dict[str, object]:
