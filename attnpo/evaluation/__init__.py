@@ -1,1 +1,1 @@
-"""Benchmarks: what a model is asked, how its answers are graded, and the scores with their spreads."""
+"""Benchmarks: questions for a model, grading of the answers, and scores with their spreads."""

@@ -192,10 +192,10 @@ class AlpacaEval:
             return None
         if self.auxiliary is not None:
             file, named = Path(self.auxiliary).expanduser(), f"benchmark.auxiliary={self.auxiliary}"
-            return alpaca_library.read_auxiliary(file, self.rows, named)
+            return alpaca_library.check_auxiliary(file, self.rows, named)
         found = download_data_file(AUXILIARY)
         if isinstance(found, Path):
-            return alpaca_library.read_auxiliary(found, self.rows, str(found))
+            return alpaca_library.check_auxiliary(found, self.rows, str(found))
         _log.warning(
             "%s: reporting only raw win rates, because the length-controlled one needs a missing file: get %s (%s)",
             *(self.name, HOW_TO_GET_AUXILIARY, found),

@@ -73,11 +73,11 @@ class Annotator:
 
 @cache
 def import_alpaca_eval() -> ModuleType:
-    """Imports ``alpaca_eval`` without its side effects (it reads a .env file and changes the root logger's level).
+    """Imports ``alpaca_eval`` without side effects (reading a .env file, changing the root logger's level).
 
     Raises:
-        ImportError: it is not installed (``system.packages.describe_missing_package`` names the extra).
-        UserError: it is installed, but one of its own dependencies is missing.
+        ImportError: ``alpaca_eval`` is not installed (``system.packages.describe_missing_package`` names the extra).
+        UserError: ``alpaca_eval`` is installed, but one of its dependencies is missing.
     """
     # It reads a .env file, and looks up the user's name, which may be unset in a container.
     wanted = {"PYTHON_DOTENV_DISABLED": "1", "LOGNAME": os.environ.get("LOGNAME", "nobody")}
@@ -106,7 +106,7 @@ def import_alpaca_eval() -> ModuleType:
 
 @contextmanager
 def silence_alpaca_eval() -> Iterator[None]:
-    """Silences the library inside a context: its root-logger records, warnings, prints and progress bars.
+    """Silences the library inside a context: records of the root logger, warnings, prints and progress bars.
 
     Other loggers still work. Callers count what the library would have reported.
     """
@@ -298,7 +298,7 @@ class WinRates:
 # ------------------------------------------------------------------------------------------------ the auxiliary file
 
 
-def read_auxiliary(file: Path, instructions: int, named: str) -> Path:
+def check_auxiliary(file: Path, instructions: int, named: str) -> Path:
     """Validates the auxiliary file and returns it.
 
     Raises:
@@ -337,7 +337,7 @@ def win_rates(
 ) -> WinRates:
     """Computes the library's win rates from the judge's preferences (1 to 2, NaN without a verdict).
 
-    ``places``: positions of the rows in the reference set, which determine their difficulty (default: 0, 1, ...).
+    ``places``: positions of the rows in the reference set, which determine the rows' difficulties (default: 0, 1, ...).
     ``auxiliary``: file for the length-controlled rate, which is skipped if None. Raw rates leave out rows without a
     preference. As in the library, the length-controlled rate is fitted without these rows, but its predictions include
     them.

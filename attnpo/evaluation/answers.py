@@ -287,7 +287,7 @@ def answer_questions(
 ) -> RoundAnswers:
     """Returns the answers of a round: reads the round's file in ``folder`` and generates the answers that it lacks.
 
-    The round's seed is ``sampling.seed + round_``. Later rounds copy greedy answers from round 0 if it has them.
+    The round's seed is ``sampling.seed + round_``. Later rounds copy greedy answers from round 0 if round 0 has them.
 
     Raises:
         UserError: two questions share an id, or one has no turns; no question can be answered; the file contains

@@ -86,10 +86,10 @@ class ArenaHardFiles:
 class ArenaHard:
     """Arena-Hard from a checkout of arena-hard-auto.
 
-    ``release`` selects the files in its data and config folders. ``figures`` maps each score to a category, the main
-    score first; questions of other categories are skipped. ``verdicts``: rule for judgments with several verdicts,
-    "last" (2025) or "agree" (2024). ``missing``: a missing verdict drops the "question" (2025) or only the "game"
-    (2024). Strong verdicts (">>") count ``strong_weight`` times.
+    ``release`` selects the files in the checkout's data and config folders. ``figures`` maps each score to a category,
+    the main score first; questions of other categories are skipped. ``verdicts``: rule for judgments with several
+    verdicts, "last" (2025) or "agree" (2024). ``missing``: a missing verdict drops the "question" (2025) or only the
+    "game" (2024). Strong verdicts (">>") count ``strong_weight`` times.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Questions, answers, the interfaces of benchmarks, and their scores with spreads."""
+"""Questions, answers, benchmark interfaces, and scores with their spreads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,7 +130,7 @@ class BenchmarkScore:
 
     @classmethod
     def read(cls, values: Mapping[str, object]) -> "BenchmarkScore":
-        """Builds a score from its ``asdict`` form as read back from JSON."""
+        """Builds a score from the fields that ``asdict`` returned, as read back from JSON."""
         fields: Any = values
         interval = None if fields["interval"] is None else tuple(fields["interval"])
         return cls(**{**fields, "rounds": tuple(fields["rounds"]), "interval": interval})

@@ -145,7 +145,7 @@ class GradingReply:
     model: str = ""
     estimated: bool = False
 
-    def problem(self) -> str | None:
+    def find_problem(self) -> str | None:
         """Describes the first invalid field of a reply from a third-party grader; returns None if all are valid."""
         for name, kind in _KINDS.items():
             value = getattr(self, name)

@@ -63,7 +63,7 @@ class Checkout:
         """Reads the JSON file ``name``.
 
         Raises:
-            UserError: its value does not have the given ``form``.
+            UserError: the file's value does not have the given ``form``.
         """
         return self._parse(name, self.read_text(name), form)
 
@@ -76,7 +76,7 @@ class Checkout:
         return value
 
     def read_rows_by(self, key: str, name: str, form: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Reads the objects of a JSON lines file, indexed by their field ``key``.
+        """Reads the objects of a JSON lines file and indexes them by the field ``key``.
 
         Raises:
             UserError: a value of ``key`` occurs twice.

@@ -66,16 +66,16 @@ class EvaluateConfig(RootConfig):
 
     def model_label(self) -> str:
         """Returns the name of the model in tables."""
-        return self.label or "/".join(_last_parts(self.model.path))
+        return self.label or "/".join(_last_path_parts(self.model.path))
 
     def folder(self) -> Path:
         """Returns the evaluation's folder: ``output``, or a default named after model and benchmark."""
         if self.output is not None:
             return Path(self.output).expanduser()
-        named = "-".join([*_last_parts(self.model.path), self.benchmark.name])
+        named = "-".join([*_last_path_parts(self.model.path), self.benchmark.name])
         return RUNS_ROOT / f"eval-{re.sub(r'[^A-Za-z0-9._-]+', '_', named)}"
 
 
-def _last_parts(path: str) -> list[str]:
+def _last_path_parts(path: str) -> list[str]:
     """Returns the last two parts of a path (RUN/best, organisation/model), since the last part alone is ambiguous."""
     return [part for part in Path(path).parts[-2:] if part.strip("./~")]

@@ -6,8 +6,8 @@ that depends only on the prompt. The ranking does not depend on beta, so none is
 
 RewardBench's sections are taken from allenai/reward-bench: ``rewardbench/constants.py`` and
 ``calculate_scores_per_section`` in ``rewardbench/utils.py`` (commit 05a9005). A section's accuracy is the mean over its
-subsets, weighted by their numbers of pairs. The exception is math-prm (447 pairs), which has weight 984, as much as the
-six code subsets together.
+subsets, weighted by number of pairs. The exception is math-prm (447 pairs), which has weight 984, as much as the six
+code subsets together.
 """
 
 import logging
@@ -126,9 +126,9 @@ class ImplicitReward:
 
     ``reference``: the model that training started from. With "auto", which ``data.path`` also accepts, it is taken from
     the run whose ``best/`` or ``last/`` is evaluated. ``accuracy`` sums log pi - log ref over the response's tokens;
-    ``accuracy_normalised`` averages it over them. ``policy_alone`` and ``reference_alone`` rank by one model's
-    log-probabilities. ``gain`` is the paired difference in accuracy between the reward and the reference alone. With
-    ``reference: null`` there is no reward, and only ``policy_alone`` is reported.
+    ``accuracy_normalised`` takes the mean over these tokens. ``policy_alone`` and ``reference_alone`` rank by one
+    model's log-probabilities. ``gain`` is the paired difference in accuracy between the reward and the reference alone.
+    With ``reference: null`` there is no reward, and only ``policy_alone`` is reported.
     """
 
     data: UnseenPairs
@@ -386,7 +386,7 @@ class RankingAccuracy:
 
     @cached_property
     def _correct_by_subset(self) -> "dict[str, DataFrame]":
-        """Returns the rows of ``correct`` by subset, in alphabetical order."""
+        """Returns the rows of ``correct`` by subset, with the subsets in alphabetical order."""
         return {str(group): rows for group, rows in self.correct.groupby(np.array(self.groups, dtype=object))}
 
     def scores(self) -> tuple[BenchmarkScore, ...]:
@@ -638,7 +638,7 @@ class WeightedImplicitReward(ImplicitReward):
         """Computes accuracies of the plain, length-normalised and token-weighted rewards, and of each model alone.
 
         Raises:
-            UserError: as for the plain benchmark; or the folder holds no run, the run's objective uses no token
+            UserError: as for the plain benchmark; or the folder contains no run, the run's objective uses no token
                 weights, the run's source computes weights only during training, or its data, model or judge have been
                 moved.
         """
@@ -671,5 +671,5 @@ class WeightedImplicitReward(ImplicitReward):
 def replace_lengths(measure: WeightedImplicitReward, lengths: LengthRules) -> WeightedImplicitReward:
     """Returns the benchmark with the length rules of its run; logs a message if that changes them."""
     if asdict(measure.lengths) != asdict(lengths):
-        log.info("%slengths: using the rules of %s, because its weights are for tokens cut by these", KEY, measure.run)
+        log.info("%slengths: using the length rules that the token weights of %s were computed with", KEY, measure.run)
     return replace(measure, lengths=lengths)

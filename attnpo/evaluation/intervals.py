@@ -175,17 +175,17 @@ def t_quantile(probability: float, freedom: int) -> float:
     if probability < 0.5:
         return -t_quantile(1 - probability, freedom)
     low, high = 0.0, math.pi / 2
-    factors = _t_factors(freedom)
+    factors = _t_series_coefficients(freedom)
     for _ in range(60):
         middle = (low + high) / 2
-        if 0.5 + 0.5 * _t_centre(middle, freedom, factors) < probability:
+        if 0.5 + 0.5 * _central_t_probability(middle, freedom, factors) < probability:
             low = middle
         else:
             high = middle
     return math.sqrt(freedom) * math.tan((low + high) / 2)
 
 
-def _t_factors(freedom: int) -> Float[np.ndarray, " terms"]:
+def _t_series_coefficients(freedom: int) -> Float[np.ndarray, " terms"]:
     """Returns coefficients of the cosine's even powers: 1, 2/3, 2*4/(3*5)... (odd) or 1, 1/2, 1*3/(2*4)... (even)."""
     terms = freedom // 2
     step = np.arange(1, terms, dtype=np.float64)
@@ -193,7 +193,7 @@ def _t_factors(freedom: int) -> Float[np.ndarray, " terms"]:
     return np.concatenate([np.ones(min(terms, 1)), np.cumprod(ratios)])
 
 
-def _t_centre(angle: float, freedom: int, factors: Float[np.ndarray, " terms"]) -> float:
+def _central_t_probability(angle: float, freedom: int, factors: Float[np.ndarray, " terms"]) -> float:
     """Returns the probability that |t| stays below sqrt(freedom) * tan(angle)."""
     cosine = math.cos(angle)
     series = float(factors @ cosine ** (2.0 * np.arange(len(factors)))) * math.sin(angle)

@@ -334,7 +334,7 @@ def _read_replies(path: Path) -> dict[str, tuple[GradingReply, str]]:
     for number, line in enumerate(read_lines(path, "replies"), start=1):
         try:
             key, reply = line["key"], GradingReply(**line["reply"])
-            if reply.problem() is not None:
+            if reply.find_problem() is not None:
                 unusable.add(key)
             else:
                 replies[key] = reply, digest(identify(line["grader"]))

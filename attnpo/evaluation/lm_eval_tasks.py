@@ -207,7 +207,7 @@ VERSION = "2"  # increase with every code change that changes a score
 class LmEvalTasks:
     """Benchmark of lm_eval tasks, groups or tags.
 
-    ``include_path``: folder with custom tasks in lm_eval's format; their Python functions are executed.
+    ``include_path``: folder with custom tasks in lm_eval's format; Python functions of these tasks are executed.
     ``num_fewshot`` and ``max_gen_toks`` (new tokens per answer) override the tasks' own values. ``limit``: maximum
     number of documents per task. ``nltk_data``: nltk data that the tasks need. The model is loaded as for training, in
     ``model.dtype``. ``apply_chat_template``: wrap prompts in the model's chat format.
@@ -238,7 +238,7 @@ class LmEvalTasks:
     def fingerprint(self) -> dict[str, object]:
         """Returns lm_eval's version (which fixes tasks and prompts), digests of custom tasks, and the settings.
 
-        The result's table holds the version of each task and a digest of its documents.
+        The result's table contains the version of each task and a digest of the task's documents.
         """
         self._require_tasks()
         settings = ("apply_chat_template", "system", "num_fewshot", "max_gen_toks", "limit")
@@ -257,7 +257,7 @@ class LmEvalTasks:
         }
 
     def measure(self, subject: EvaluatedModel) -> UngradedResult:
-        """Runs all tasks; returns their scores with intervals of 1.96 standard errors, and one table row per metric.
+        """Runs all tasks; returns the scores with intervals of 1.96 standard errors, and one table row per metric.
 
         Finished tasks are saved in the evaluated model's folder, where a repeated command finds them.
 

@@ -231,7 +231,7 @@ class LocalGrader:
             "grader": "local",
             "weights": {**weights_fingerprint(self.path, self.revision), **extra_end_ids(self.path)},
             "dtype": self.dtype,
-            "kernel": self._kernel,
+            "kernel": self._attention_kernel,
             "chat": self._chat.fingerprint(),
             "max_length": self._limit,
             "code": CODE_VERSION,
@@ -245,7 +245,7 @@ class LocalGrader:
             return None
 
     @cached_property
-    def _kernel(self) -> str:
+    def _attention_kernel(self) -> str:
         from attnpo.judge.causal_judge import kernel_for
         from attnpo.models.loading import inspect_model
 
@@ -274,7 +274,7 @@ class LocalGrader:
     def _judge(self) -> "CausalJudge":
         from attnpo.judge.causal_judge import CausalJudge
 
-        return CausalJudge(self._model, token_budget=self.token_budget, kernel=self._kernel)
+        return CausalJudge(self._model, token_budget=self.token_budget, kernel=self._attention_kernel)
 
     @cached_property
     def _generator(self) -> "HFGenerator":
@@ -420,10 +420,10 @@ class LocalGrader:
         return self._chat_for(messages).prompt_ids(messages)
 
     def _chat_for(self, messages: Sequence[Message]) -> ChatFormat:
-        return self._with_system if any(turn["role"] == "system" for turn in messages) else self._chat
+        return self._chat_with_system if any(turn["role"] == "system" for turn in messages) else self._chat
 
     @cached_property
-    def _with_system(self) -> ChatFormat:
+    def _chat_with_system(self) -> ChatFormat:
         """Returns a chat format that keeps system turns, which some templates reject or drop."""
         probe = [Message(role="system", content=SENTINEL), Message(role="user", content="a")]
         try:

@@ -230,7 +230,7 @@ class OpenAIAnswering:
             )
 
     def open(self, model: ModelSpec, device: torch.device) -> Answerer:
-        """Reads the model's folder if ``model.path`` is a local one, without contacting the server.
+        """Reads the model's folder if ``model.path`` is a local folder, without contacting the server.
 
         Raises:
             UserError: the package openai or the key in ``key_variable`` is missing, or ``model.fold_system`` is set.
@@ -294,7 +294,7 @@ class ServedAnswerer:
         """Builds the body of a request.
 
         The seed is derived from the sampling seed, the conversation and the draw. With a common seed, a server would
-        use the same random numbers for all answers and correlate them.
+        use the same random numbers for all answers, which would correlate the answers.
 
         Raises:
             UserError: a setting can only be sent with ``extensions``.

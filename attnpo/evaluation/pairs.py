@@ -129,7 +129,7 @@ class AnswerSets:
 
 @dataclass(frozen=True)
 class AnswerSource:
-    """Source of answers (config node ``answers``), one per row, such as the output of ``attnpo.generate``.
+    """Source of answers (config node ``answers``) with one answer per row, e.g. the output of ``attnpo.generate``.
 
     ``path``: file, folder with one file per ``split``, or hub data set; ``rows`` selects rows. ``prompt``, ``answer``
     and ``id``: column names; without an ``id`` column, prompts are identified by a digest. ``keep_cut=false`` leaves

@@ -44,7 +44,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class PairwiseRules:
-    """Rules for presenting two answers to the judge and reading its verdicts.
+    """Rules for presenting two answers to the judge and reading the judge's verdicts.
 
     ``template_file``: file with a template that contains {question}, {answer_a} and {answer_b}. ``labels``: labels of
     the first and the second answer. ``strip``: remove leading and trailing whitespace from answers. ``top_logprobs``:
@@ -68,7 +68,7 @@ class PairwiseRules:
         """Reads the judge template.
 
         Raises:
-            UserError: it cannot be read or lacks a placeholder.
+            UserError: the template file cannot be read or lacks a placeholder.
         """
         return JudgeTemplate.from_file(find_file(self.template_file, "benchmark.pairwise.template_file"))
 

@@ -201,7 +201,7 @@ class RewardRanker:
 
 @dataclass(frozen=True)
 class ColumnRanker:
-    """Ranker that reads scores from a data column; a prompt is left unranked if an answer has no number there."""
+    """Ranker that reads scores from a data column; a prompt is left unranked if an answer has no number in it."""
 
     column: str
     higher_is_better: bool = True

@@ -255,7 +255,7 @@ class _Session:
             UserError: too many consecutive calls failed.
         """
         del self.flying[call]
-        problem = found.problem if isinstance(found, GradingFailure) else found.problem()
+        problem = found.problem if isinstance(found, GradingFailure) else found.find_problem()
         if isinstance(found, GradingFailure) or problem is not None:
             self.failures[call] = str(problem)
             self.in_a_row += 1

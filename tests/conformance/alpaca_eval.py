@@ -19,8 +19,8 @@ from attnpo.evaluation.alpaca_library import (
     RAW,
     AlpacaRow,
     WinRates,
+    check_auxiliary,
     import_alpaca_eval,
-    read_auxiliary,
     win_rates,
 )
 from attnpo.schema import Json, UserError
@@ -89,7 +89,7 @@ def _rates(folder: Path, model: str) -> WinRates:
         raise UserError(f"{folder} has {len(auxiliary)} files df_gamed*.csv, expected one")
     rows = [AlpacaRow("", "x" * int(line["len_baseline"]), "x" * int(line["len_model"])) for line in lines]
     preferences = np.array([float(line["preference"]) for line in lines])
-    return win_rates(rows, preferences, read_auxiliary(auxiliary[0], len(rows), str(auxiliary[0])))
+    return win_rates(rows, preferences, check_auxiliary(auxiliary[0], len(rows), str(auxiliary[0])))
 
 
 def _number(value: Json) -> float:

@@ -19,7 +19,7 @@ from attnpo.config.compose import CONFIG_DIR, instantiate
 from attnpo.evaluation import alpaca_eval as module
 from attnpo.evaluation import alpaca_library
 from attnpo.evaluation.alpaca_eval import NO_LENGTHS, NO_REPLY, NO_VERDICT, SAME, TEXT_ONLY, AlpacaEval
-from attnpo.evaluation.alpaca_library import DISCRETE, LENGTH_CONTROLLED, RAW, AlpacaRow, read_auxiliary, win_rates
+from attnpo.evaluation.alpaca_library import DISCRETE, LENGTH_CONTROLLED, RAW, AlpacaRow, check_auxiliary, win_rates
 from attnpo.evaluation.base import Benchmark, ModelAnswer
 from attnpo.evaluation.chat import GradingCall, GradingReply
 from attnpo.evaluation.jsonl_store import ReplyStore
@@ -346,7 +346,7 @@ def test_records_name_the_extra_that_is_not_installed(vectors: Path, monkeypatch
 def test_the_standard_error_is_that_of_resampled_questions(vectors: Path) -> None:
     """Of the library's own, of predictions whose fit is taken as certain, is half as large."""
     golden = vectors / "evaluation" / "alpaca_eval"
-    file = read_auxiliary(golden / "df_gamed_drawn.csv", 805, "drawn")
+    file = check_auxiliary(golden / "df_gamed_drawn.csv", 805, "drawn")
     table = np.genfromtxt(golden / "close.csv", delimiter=",", names=True)
     preferences = table["preference"]
     rows = [AlpacaRow("", "x" * int(line["len_baseline"]), "x" * int(line["len_model"])) for line in table]

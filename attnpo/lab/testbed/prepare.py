@@ -2,11 +2,11 @@
 
 A second base can be configured as a judge for the first; it is built by a separate call when needed.
 
-The key of the base covers grammar, recipe, seed and code version; the key of the pairs covers the base's key and their
-own recipe, so that asking for another number of pairs does not train the base again. Folders are built under a
+The key of the base covers grammar, recipe, seed and code version; the key of the pairs covers the base's key and the
+pair recipe, so that asking for another number of pairs does not train the base again. Folders are built under a
 temporary name and renamed when complete and flushed to disk, so that incomplete ones are never seen and processes
-cannot interfere. Each folder holds digests of its files, which are verified before every use; a changed folder is moved
-aside and rebuilt.
+cannot interfere. Each folder contains digests of its files, which are verified before every use; a changed folder is
+moved aside and rebuilt.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ class Testbed:
         return _base_key(self.grammar, self.base, self.seed)
 
     def data_key(self) -> str:
-        """Returns the key of the pairs, which includes that of their base."""
+        """Returns the key of the pairs, which covers the base's key."""
         return _make_key({"base": self.base_key(), "pairs": asdict(self.pairs)})
 
     def prepare(self, root: Path) -> BuiltFolders:

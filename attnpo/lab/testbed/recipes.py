@@ -36,7 +36,8 @@ class BaseRecipe:
     grammar's length, with fillers dropped first and more rows per batch to compensate; they grow to full length in the
     second half. For reviews of 28 clauses with six sentiment clauses, a judge trained at growing length with fillers is
     still at chance after 250 steps; one trained on 3 or 4 clauses without fillers is correct on nearly every pair after
-    100 steps. `answer_tokens`: maximum length of answers when measuring the base, and its default for generation.
+    100 steps. `answer_tokens`: maximum length of answers when measuring the base, and the base's default for
+    generation.
     """
 
     layers: int = 4

@@ -133,7 +133,7 @@ class TruthScorer:
         )
 
     def mark_decisive(self, pair: "PreferencePair", side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
-        """Marks the tokens of a response that determine its true reward, see ``importance.mark_decisive_tokens``."""
+        """Marks the tokens of a response that determine its true reward (see ``importance.mark_decisive_tokens``)."""
         from attnpo.lab.testbed.importance import mark_decisive_tokens  # imports torch
 
         return mark_decisive_tokens(pair, side, places, self.grammar)
