@@ -61,8 +61,8 @@ class PairSet:
     side). ``read``: number of rows read. ``examples``: for each reason and note, the first three rows concerned,
     counted from 0 in the split. ``unused``: table columns used for neither prompt nor responses; the values are in
     ``extra`` of each pair. ``sets``: for a mixture, the row counts of each set by name; reasons and notes then start
-    with the set's name. ``written``: number of pairs passed to ``write`` instead of being kept in memory. ``known``:
-    the fingerprint if it was computed before.
+    with the set's name. ``written``: number of pairs that were passed to a ``write`` function instead of being kept in
+    memory. ``known``: the fingerprint if it was computed before.
     """
 
     pairs: Sequence[PreferencePair]
@@ -401,10 +401,10 @@ class PairSource:
     ``path`` is a folder with one file per split (``train.jsonl``, ``test.csv``, shards named as on the hub, also in a
     sub-folder ``data``), a folder written by ``save_to_disk``, a single file for both splits, or the name of a dataset
     on the hub. ``train_split`` and ``val_split`` are split names or file stems. ``train_rows`` and ``val_rows`` select
-    rows ("500", "100:300", "10%") of a split, counted before any are dropped. ``val_share`` makes both splits from one:
-    this share of its prompts, between 0 and 1, is used for validation. With ``val_share``, ``val_split`` must be None
-    or the default name, and no split may have that name. ``revision`` and ``subset`` apply to the hub. ``exchanged``
-    swaps the two responses, to train a model on the opposite preference.
+    rows ("500", "100:300", "10%") of a split, counted before any are dropped. ``val_share`` makes both splits from
+    ``train_split``: this share of the split's prompts, between 0 and 1, is used for validation. ``val_split`` must then
+    be None, or have the default value while the data have no split of that name. ``revision`` and ``subset`` apply to
+    datasets on the hub. ``exchanged`` swaps the two responses, to train a model on the opposite preference.
 
     ``mix`` replaces ``path`` by several named sets; a set inherits every key that it does not set itself, and
     ``val_share`` applies to the prompts of all sets together. ``mix_seed`` determines which training pairs are used,
@@ -497,7 +497,7 @@ class PairSource:
         return table
 
     def _read_pairs(self, table: RowTable, split: str, there: Sequence[int], write: Write | None = None) -> PairSet:
-        """Reads the pairs of those rows ``there`` that the split's row selection includes."""
+        """Converts to pairs those of the rows ``there`` that the split's row selection includes."""
         where = self._describe_split(split)
         asked = self.train_rows if split == "train" else self.val_rows
         rows = parse_row_range(asked, len(there), f"data.{split}_rows")

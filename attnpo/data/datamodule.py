@@ -47,11 +47,11 @@ Ids = tuple[Sequence[int], Sequence[int]]
 
 
 def find_mismatch_partners(examples: Sequence[TrainingExample], step: Sequence[int]) -> dict[int, int]:
-    """Maps each pair in ``step`` to the pair whose responses are combined with the first pair's prompt.
+    """Maps each pair in ``step`` to a partner; mismatched rows join the pair's prompt to the partner's responses.
 
     The partner is the nearest earlier pair of the step with a different prompt, where the step's last pair precedes the
-    first. If all prompts are equal, it is the previous pair. For a step with a single pair, the partner is searched for
-    among all examples.
+    first. If all prompts are equal, the partner is the previous pair. For a step with a single pair, the partner is
+    searched for among all examples.
 
     Raises:
         ValueError: there is only one example.

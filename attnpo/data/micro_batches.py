@@ -22,7 +22,7 @@ RankBatches = list[list[tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class RowCost:
-    """Number of input tokens that pairs take under the layout ``name`` of ``models.layouts``.
+    """Counter of the input tokens that pairs take in the layout ``name`` of ``models.layouts``.
 
     ``padded``: every row is padded to the longest row. ``shared``: if both rows of a pair have the same prompt, its
     tokens count once.
@@ -33,7 +33,7 @@ class RowCost:
     shared: bool = False
 
     def pair_cost(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> int:
-        """Returns the tokens of a single pair, given its rows as (prompt ids, response ids)."""
+        """Returns the number of input tokens of a single pair, given as rows of (prompt ids, response ids)."""
         lengths = [len(prompt) + len(response) for prompt, response in rows]
         if self.padded:
             return len(lengths) * max(lengths)
@@ -42,7 +42,7 @@ class RowCost:
         return sum(lengths) - (len(rows) - 1) * len(first) * same
 
     def batch_cost(self, sizes: Sequence[int]) -> int:
-        """Returns the tokens of several pairs in one forward pass, given the size of each pair alone."""
+        """Returns the number of input tokens of several pairs in one forward pass, given each pair's own number."""
         return len(sizes) * max(sizes) if self.padded else sum(sizes)
 
 
@@ -180,7 +180,8 @@ class BatchByTokens:
     """Rule for micro-batches of similarly long pairs with at most ``budget`` tokens each.
 
     The pairs of a step are sorted by size, longest first (ties in step order), and split so that the largest
-    micro-batch is as small as possible. ``sizes``: tokens of each pair. ``key``: config key of the budget.
+    micro-batch is as small as possible. ``sizes``: number of input tokens of each pair. ``key``: config key that sets
+    the budget.
     """
 
     sizes: Sequence[int] | Mapping[int, int] = field(repr=False)

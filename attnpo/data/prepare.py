@@ -58,10 +58,11 @@ def truncate(
     """Truncates prompt and response; also returns which of the two lost tokens.
 
     The prompt keeps its last ``max_prompt_length`` tokens (a BOS at its start is cut too, as in the paper's run); the
-    response keeps the rest of ``max_length``. The response may end up empty; callers drop and count such a pair.
+    response keeps as many tokens as then fit ``max_length``. The response may end up empty; callers drop and count such
+    a pair.
 
     With ``keep_end``, prompt and response together keep their last ``max_length`` tokens instead, as with TRL's
-    keep_end. If these are all response tokens, the first of them serves as the prompt, since nothing predicts it.
+    keep_end. If all of these belong to the response, the first one serves as the prompt, since nothing predicts it.
     """
     prompt = encoded.prompt_ids[max(0, len(encoded.prompt_ids) - max(0, max_prompt_length)) :]
     over = len(prompt) + len(encoded.response_ids) - max_length

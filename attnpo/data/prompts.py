@@ -121,7 +121,7 @@ class PromptSource:
 
     ``path`` is a file, a folder with one file or several shards per split, a saved dataset, or the name of a dataset on
     the hub; unless ``path`` is a file, ``split`` is the split name or file stem. ``rows`` selects rows ("500",
-    "100:300", "10%"), counted before any are left out. ``revision`` and ``subset`` apply to the hub.
+    "100:300", "10%"), counted before any are left out. ``revision`` and ``subset`` apply to datasets on the hub.
     """
 
     path: str

@@ -196,13 +196,13 @@ class RunScorers(WeightReader):
     """Models that a weight source compares; only ``load`` loads the models, other methods just read model folders.
 
     Args:
-        source: defines the models.
-        model: the run's model, used for scorers without a path.
-        chat: the run's chat format; all scorers must have its tokenizer's vocabulary.
+        source: weight source that defines the scorers.
+        model: the run's model, which serves as a scorer without a path.
+        chat: the run's chat format; all scorers must have the vocabulary of this format's tokenizer.
         rules: the run's length rules.
 
     Raises:
-        UserError: a scorer is missing or has another vocabulary, or both scorers are the same model.
+        UserError: a scorer's model is missing or has another vocabulary, or both scorers are the same model.
     """
 
     name, done = "scorers", "scored"

@@ -44,7 +44,7 @@ _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 @runtime_checkable
 class RowTable(Protocol):
-    """Rows accessible by number, with named columns; implemented by ``datasets.Dataset`` and ``MemoryTable``."""
+    """Rows accessible by row number, with named columns; implemented by ``datasets.Dataset`` and ``MemoryTable``."""
 
     @property
     def column_names(self) -> list[str]:
@@ -54,7 +54,7 @@ class RowTable(Protocol):
         """Returns the number of rows."""
 
     def select(self, indices: Sequence[int]) -> Iterable[Mapping[str, object]]:
-        """Returns the rows with these numbers."""
+        """Returns the rows with the given row numbers."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class MemoryTable:
         return len(self.rows)
 
     def select(self, indices: Sequence[int]) -> list[Mapping[str, object]]:
-        """Returns the rows with these numbers."""
+        """Returns the rows with the given row numbers."""
         return [self.rows[index] for index in indices]
 
 
@@ -93,7 +93,7 @@ class JsonLinesOnDisk:
         return len(self.begins)
 
     def select(self, indices: Sequence[int]) -> Iterator[Mapping[str, object]]:
-        """Yields the rows with these row numbers.
+        """Yields the rows with the given row numbers.
 
         Raises:
             UserError: a file has changed since it was scanned.
@@ -534,7 +534,7 @@ def _delimiter_for(file: Path) -> str:
 
 
 def _iter_csv_rows(file: Path, path: str, where: str) -> Iterator[tuple[int, list[str]]]:
-    """Yields (number of the last line, cells) for each row that is not empty."""
+    """Yields (number of the row's last line, cells) for each row that is not empty."""
     try:
         text = read_file_bytes(file, path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -588,7 +588,7 @@ def _rows_to_dicts(cells: Iterator[tuple[int, list[str]]], names: list[str], whe
 
 
 def _warn_about_null_words(rows: list[dict[str, object]], path: str) -> None:
-    """Warns if cells consist only of a word such as "NaN" or "null", which is read as a string."""
+    """Warns if cells contain only a word such as "NaN" or "null", because such words are read as strings."""
     like = [
         number
         for number, row in enumerate(rows)

@@ -129,7 +129,7 @@ def weigh_splits(
             )
 
     def load_judge() -> LoadedJudge:
-        refuse_multiple_processes("the label measurement of the judge is")
+        refuse_multiple_processes("the judge's measured label mass is")
         judge = reader.load(device)
         assert isinstance(judge, LoadedJudge)
         return judge

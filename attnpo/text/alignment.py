@@ -168,7 +168,8 @@ def match_equal_ids(source: list[int], target: list[int]) -> tuple[int, list[tup
 
     If several alignments are optimal, the official code (package edit_distance, completion first) and this library may
     choose different ones. With the completion first and both sequences reversed, they agree most often: in 418 of 600
-    edited token sequences with word-like frequencies, against 360 with the judge first and 333 without reversing.
+    edited token sequences with word-like frequencies, compared with 360 if the judge comes first and 333 without
+    reversing.
     """
     prefix = _count_prefix(np.array(source, dtype=np.int64), np.array(target, dtype=np.int64))
     if prefix == len(source) or prefix == len(target):

@@ -582,7 +582,7 @@ class ChatFormat:
         raise RefusedText(
             "the chat template renders the prompt differently when an answer follows",
             "the chat template renders the prompt differently when an assistant turn follows: at character "
-            f"{place} the prompt alone has {before[place : place + 40]!r}, the conversation has "
+            f"{place} the prompt alone has {before[place : place + 40]!r}, but the conversation has "
             f"{full[place : place + 40]!r}; for training, the conversation must begin with the prompt: "
             f"{_LEAVE_OUT * has_trace(response)}{options}set model.chat_template to a template that keeps the prompt",
         )

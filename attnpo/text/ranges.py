@@ -42,14 +42,14 @@ class Offsets(Sequence[Range]):
 
 
 def as_array(ranges: Sequence[Range]) -> Places:
-    """Converts ranges to an array."""
+    """Converts ranges to an array with two columns."""
     if isinstance(ranges, Offsets):
         return ranges.places
     return np.fromiter(chain.from_iterable(ranges), np.int64, 2 * len(ranges)).reshape(-1, 2)
 
 
 def as_ranges(places: Places) -> list[Range]:
-    """Converts an array to ranges as tuples."""
+    """Converts an array of ranges to a list of tuples."""
     return list(zip(places[:, 0].tolist(), places[:, 1].tolist(), strict=True))
 
 

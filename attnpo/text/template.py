@@ -142,7 +142,7 @@ def choose_template(
     else:
         raise UserError(
             f"the tokenizer {name!r} has no chat template: set {part}.chat_template (chat_template= in Python) to the "
-            "template's text, to a file with it, or to model/plain_chat.jinja, a plain template included in "
+            "template's text, to a template file, or to model/plain_chat.jinja, a plain template included in "
             "attnpo"
         )
     if chosen.warning is not None:

@@ -62,7 +62,7 @@ def answer_start(response: str) -> int:
 
 
 def strip_trace(response: str) -> str:
-    """Returns the response without a trace."""
+    """Returns the response without its trace, if it has one."""
     return response[answer_start(response) :]
 
 

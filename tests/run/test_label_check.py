@@ -183,7 +183,7 @@ def test_many_processes_refuse_weights_without_their_measurement(
     judge.asked.clear()
     assert run_entry(fit.main, "fit", words, "", "") == 2
     told = capsys.readouterr().err
-    assert "the label measurement of the judge is missing" in told and "python -m attnpo.weigh" in told
+    assert "the judge's measured label mass is missing" in told and "python -m attnpo.weigh" in told
     assert judge.asked == []
 
 
