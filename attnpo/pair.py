@@ -1,4 +1,4 @@
-"""``python -m attnpo.pair``: builds preference pairs from several answers to each prompt; it can be resumed.
+"""``python -m attnpo.pair``: builds preference pairs from several answers to each prompt; resumable.
 
 Several processes can write one file: under torchrun or SLURM each process ranks its share of the prompts.
 """

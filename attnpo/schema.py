@@ -146,7 +146,7 @@ class PreferencePair:
         extra: Mapping[str, object] | None = None,
         apart: bool = False,
     ) -> "PreferencePair":
-        """Builds a pair; its id is a digest of the content and of ``apart``."""
+        """Builds a pair with a digest of the content and of ``apart`` as id."""
         turns = tuple(copy_message(turn) for turn in prompt)
         key = digest([[list(turn.values()) for turn in turns], chosen, rejected, *(["apart"] if apart else [])])
         return cls(key[:32], turns, chosen, rejected, dict(extra or {}), apart)
@@ -166,7 +166,7 @@ SIDES = ("chosen", "rejected")
 
 
 class EncodedResponse(NamedTuple):
-    """Training token ids of a response and its prompt.
+    """Token ids of a prompt and a response for training.
 
     ``offsets`` are half-open character ranges in the pair's response text; tokens without any character of the text
     (end of turn) have an empty range at its end.
@@ -193,7 +193,7 @@ class TokenWeights:
 
 
 class TraceLength(NamedTuple):
-    """Number of tokens in a judge's reasoning trace; ``closed``: the judge ended the trace itself."""
+    """Number of tokens in a judge's reasoning trace; ``closed``: whether the judge ended the trace itself."""
 
     tokens: int
     closed: bool
@@ -204,8 +204,8 @@ class JudgeRound:
     """Result of one judge round (one order of the two answers).
 
     ``verdict_logits`` are the logits of the label tokens (A, B) at the verdict position and ``verdict_token`` is the
-    argmax over the vocabulary there; both are None if the verdict was not read. ``cut``: the prompt was too long and
-    was truncated. ``trace``: length of the reasoning that the judge wrote before its verdict, if any.
+    argmax over the vocabulary there; both are None if the verdict was not read. ``cut``: whether the prompt was too
+    long and was truncated. ``trace``: length of the reasoning that the judge wrote before its verdict, if any.
     """
 
     chosen_is_a: bool
@@ -273,7 +273,7 @@ class Sampling:
             raise UserError(f"stop_ids must be non-negative token ids, got {list(self.stop_ids)}")
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns the settings that identify stored answers; new ones count only if set, so old keys stay."""
+        """Returns the settings that identify stored answers; settings added later are included only if set."""
         first = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
         later = {
             "presence_penalty": self.presence_penalty,
@@ -357,9 +357,9 @@ class TokenStats:
 class RowGroup:
     """Response rows in response space; the main group has 2P rows, all chosen rows first.
 
-    ``token_weights`` maps a channel to its weights; the channel "reward" always holds the distributions or factors
-    aligned with the response tokens. ``factors``: these weights are factors instead of distributions and are used as
-    they are. ``source_lengths`` is |y| as counted by the weight source.
+    ``token_weights`` maps a channel to its weights; the channel "reward" always contains the distributions or factors
+    aligned with the response tokens. ``factors``: whether these weights are factors, used as they are, instead of
+    distributions. ``source_lengths`` is |y| as counted by the weight source.
     """
 
     response_ids: Int[Tensor, "rows R"]
@@ -377,12 +377,12 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class PreferenceBatch:
-    """Micro-batch of P pairs; ``step_pairs`` is the number of pairs in its whole optimizer step (all ranks).
+    """Micro-batch of P pairs; ``step_pairs`` is the number of pairs in the whole optimizer step, on all ranks.
 
     ``step_tokens``: numbers of chosen and rejected response tokens in that step, without void pairs; (0, 0) if they
     were not counted. ``ahead``: row groups of this rank's whole step that are scored before it; only the first
-    micro-batch carries them. ``state``: sums of an objective over those groups. ``step``: number of optimizer steps
-    taken so far; None outside training.
+    micro-batch carries them. ``state``: sums that the objective computed over those groups. ``step``: number of
+    optimizer steps taken so far; None outside training.
     """
 
     groups: Mapping[str, RowGroup]

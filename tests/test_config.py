@@ -206,7 +206,7 @@ def test_missing_folder_names_the_way_out(monkeypatch: pytest.MonkeyPatch, confi
         ("weights.limit=x", "weights.limit: expected int, got 'x' (str)"),
         ("weights.heads=[1,x]", "weights.heads.1: expected int, got 'x' (str)"),
         ("weights.heads=3", "weights.heads: expected a list, got 3 (int)"),
-        ("weights.labels=[A,B,C]", "weights.labels: expected a list of 2, got ['A', 'B', 'C'] (list)"),
+        ("weights.labels=[A,B,C]", "weights.labels: expected a list of 2 items, got ['A', 'B', 'C'] (list)"),
         ("weights.sink.end=half", "weights.sink.end: expected one of zero, mean, got 'half' (str)"),
         ("weights.sink.tokens=-1", "weights.sink: tokens: expected 0 or more, got -1"),
         ("weights.sink=5", "weights.sink: expected the keys of Sink, got 5 (int)"),

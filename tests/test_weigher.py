@@ -251,7 +251,7 @@ def test_tokens_are_the_text_with_their_places(weighed: WeighedPair) -> None:
     for side, one in weighed.sides:
         assert "".join(one.tokens[:-1]) == one.text == weighed.pair.response(side)
         assert [one.text[start:end] for start, end in one.offsets] == [text.strip() for text in one.tokens[:-1]] + [""]
-        assert float(one.weights[-1]) == 0 and not one.partner_flags[-1]
+        assert float(one.weights[-1]) == 0 and not one.matched_flags[-1]
         assert 0 < float(one.weights.sum()) <= 1 + 1e-6
     assert torch.equal(weighed.chosen.relative, weighed.chosen.weights * weighed.chosen.length)
 

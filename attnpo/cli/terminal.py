@@ -369,7 +369,7 @@ def _discard_output() -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Exits with ``status``; only the main process shuts the interpreter down, where torch's threads may hang."""
+    """Exits with ``status``; only the main process shuts down the interpreter, as torch's threads may hang there."""
     if not is_main_process():
         logging.shutdown()
         sys.stdout.flush()

@@ -35,7 +35,7 @@ from attnpo.config.reader import (
     did_you_mean,
     join_key,
     missing_value_message,
-    report_at_origin,
+    name_origin_keys,
     to_plain_values,
 )
 from attnpo.config.reader import MISSING as MISSING
@@ -62,7 +62,7 @@ def cache_root() -> Path:
     return Path(os.environ.get("ATTNPO_CACHE") or Path.home() / ".cache" / "attnpo").expanduser()
 
 
-def _read_variable(*given: str) -> str | None:
+def _read_env_variable(*given: str) -> str | None:
     """Reads an environment variable, as ``oc.env`` does, and records the access."""
     record_env_read(given[0])
     try:
@@ -72,7 +72,7 @@ def _read_variable(*given: str) -> str | None:
 
 
 def _register_resolvers() -> None:
-    OmegaConf.register_new_resolver("oc.env", _read_variable, replace=True)
+    OmegaConf.register_new_resolver("oc.env", _read_env_variable, replace=True)
     OmegaConf.register_new_resolver("cache_root", lambda: str(cache_root()), replace=True)
     OmegaConf.register_new_resolver("runs_root", lambda: str(RUNS_ROOT), replace=True)
     OmegaConf.register_new_resolver("if_set", lambda key, then, other: other if key is None else then, replace=True)
@@ -148,7 +148,7 @@ def _initialize(config_dir: Path | None) -> Iterator[list[str]]:
 def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> DictConfig:
     """Composes the config ``name`` with ``overrides``, in struct mode and with interpolations unresolved.
 
-    ``config_dir`` is searched after the shipped folder. A key ``composed`` records both arguments.
+    ``config_dir`` is searched after the shipped folder. The key ``composed`` records ``overrides`` and ``config_dir``.
 
     Raises:
         UserError: an override is invalid; the message lists the valid options and suggests the closest.
@@ -481,7 +481,7 @@ def parse(cfg: DictConfig, *, complete: bool = False) -> ParsedConfig:
     root = reader.read(values, Any, "")
     if isinstance(root, RootConfig):
         object.__setattr__(root, "values", values)
-    return ParsedConfig(root, report_at_origin(reader.problems, origins), reader.missing, reader.unused)
+    return ParsedConfig(root, name_origin_keys(reader.problems, origins), reader.missing, reader.unused)
 
 
 def validate(cfg: DictConfig, *, complete: bool = True) -> None:

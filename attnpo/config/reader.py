@@ -230,7 +230,7 @@ def _null_parent(node: DictConfig | ListConfig, key: str) -> str | None:
     return next((path for path in paths if OmegaConf.select(root, path, default=ABSENT) is None), None)
 
 
-def report_at_origin(problems: Sequence[str], origins: dict[str, str]) -> list[str]:
+def name_origin_keys(problems: Sequence[str], origins: dict[str, str]) -> list[str]:
     """Adds to each problem of an interpolated value the key it comes from; drops problems reported for that key too."""
     told = []
     for problem in problems:
@@ -248,7 +248,7 @@ def report_at_origin(problems: Sequence[str], origins: dict[str, str]) -> list[s
 
 
 class ConfigReader:
-    """Parser that converts config values to the types of hints and collects all problems."""
+    """Parser that converts config values to the types in type hints and collects all problems."""
 
     def __init__(self, *, complete: bool = True) -> None:
         self.complete = complete  # values that are still ??? are problems
@@ -331,7 +331,7 @@ class ConfigReader:
         return ABSENT if any(item is ABSENT for item in items) else value
 
     def read_union(self, value: object, hint: object, path: str) -> object:
-        """Converts ``value`` to the first union member that accepts it; a value of a member's exact type is kept."""
+        """Converts ``value`` to the first union member that accepts it; keeps a value whose type is a member."""
         members = [member for member in get_args(hint) if member is not NoneType]
         if value is None and len(members) < len(get_args(hint)):
             return None
@@ -354,7 +354,7 @@ class ConfigReader:
         of = list(get_args(hint))
         if container is tuple and of and of[-1] is not Ellipsis:
             if len(of) != len(value):
-                return self.add_mismatch(list(value), f"a list of {len(of)}", path)
+                return self.add_mismatch(list(value), f"a list of {len(of)} items", path)
         else:
             of = [of[0] if of else Any] * len(value)
         items = [

@@ -90,7 +90,7 @@ class WeightScale:
 
 
 def encode_logps(logps: Array) -> tuple[bytes, float]:
-    """Encodes each log-probability in two bytes (little endian); also returns the nats between codes.
+    """Encodes each log-probability in two bytes (little endian); also returns the distance between codes in nats.
 
     NaN has a separate code.
     """

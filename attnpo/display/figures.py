@@ -77,9 +77,9 @@ PANELS = (
 def training_curves(csv_rows: Sequence[Mapping[str, Number]], path: Path | str, title: str = "") -> Path:
     """Draws loss, margins, accuracies, rewards, learning rate and gradient norm over steps; returns the PNG's path.
 
-    ``csv_rows``: one mapping per step with the values logged then ("step", "train/loss", "val/loss", ...); columns may
-    be missing in some or all rows. Values that are not finite are skipped and counted in the panel's title. Dotted
-    lines show ln 2 for the loss (DPO before the first step), 0 for rewards and 0.5 for the accuracy of guessing.
+    ``csv_rows``: one mapping per step with the values logged at that step ("step", "train/loss", "val/loss", ...);
+    columns may be missing in some or all rows. Values that are not finite are skipped and counted in the panel's title.
+    Dotted lines show ln 2 for the loss (DPO before the first step), 0 for rewards and 0.5 for the accuracy of guessing.
     """
     figure = new_figure(12, 6.6, title)
     for axes, shown in zip(figure.subplots(2, 3).flat, PANELS, strict=True):

@@ -58,7 +58,7 @@ def _show_character(char: str) -> str:
 
 
 def shade_of(relative: float | int) -> int:
-    """Returns the shade of a weight relative to uniform: -16 (1/8 or less) to 16 (8 or more), 0 for uniform.
+    """Returns the shade of a weight relative to uniform, from -16 (1/8 or less) to 16 (8 or more); 0 for uniform.
 
     Negative weights have the shade of their absolute value; NaN has 0.
     """

@@ -50,7 +50,7 @@ def heatmap_html(pairs: Sequence[PairRecord], *, page: bool = True, title: str =
 
 def _iter_spans(side: WeighedResponse) -> Iterator[tuple[str, str, str]]:
     """Yields the CSS classes, hover text and text of each token."""
-    rows = zip(side.tokens, side.relative.tolist(), side.partner_flags, side.end_flags, strict=True)
+    rows = zip(side.tokens, side.relative.tolist(), side.matched_flags, side.end_flags, strict=True)
     for place, (text, relative, matched, end) in enumerate(rows):
         shade = shade_class(relative) if math.isfinite(relative) else "bad"
         kind, said = (f"{shade} end", ", end of turn") if end else (shade, "") if matched else ("lost", ", no partner")
@@ -67,7 +67,7 @@ _LIGHT_LETTERS, _DARK_LETTERS = "#e6e8ec", "#1b1205"
 def heatmap_terminal(
     pairs: Sequence[PairRecord], console: Console, *, numbers: bool | None = None, paper: bool = False
 ) -> None:
-    """Prints the heat maps of ``pairs`` to ``console``, with both responses side by side from 100 columns on.
+    """Prints the heat maps of ``pairs`` to ``console``, with both responses side by side if it has 100 columns.
 
     ``numbers``: whether to print w * |y| after each token; by default only if the console has no colours. ``paper``:
     whether the output becomes a picture on white, for which right-to-left lines must be reordered here.
@@ -118,7 +118,7 @@ def _side_by_side(panels: Sequence[RenderableType]) -> Table:
 def _side_panel(name: str, side: WeighedResponse, numbers: bool, paper: bool) -> Panel:
     text = Text(overflow="fold")
     for token, relative, matched, end in zip(
-        side.tokens, side.relative.tolist(), side.partner_flags, side.end_flags, strict=True
+        side.tokens, side.relative.tolist(), side.matched_flags, side.end_flags, strict=True
     ):
         text.append(make_visible(token) or "▯", style=_token_style(relative, matched, end, paper))
         if numbers:

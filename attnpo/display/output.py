@@ -92,7 +92,7 @@ def _count_key_columns(table: TableBlock) -> int:
 
 
 def _group_columns(console: Console, table: TableBlock, naming: int, width: int) -> list[list[int]]:
-    """Returns the column indices of parts of a table that fit the console, with row names wrapped to ``width``."""
+    """Returns lists of column indices: parts of a table that fit the console with row names wrapped to ``width``."""
     names = list(range(naming))
     parts = [names]
     for place in range(naming, len(table.columns)):
@@ -181,7 +181,7 @@ def _iter_tables_and_text(section: Section) -> Iterator[tuple[list[TableBlock], 
 
 
 def _block_lines(block: Block) -> list[str]:
-    """Returns a block as lines of text; none for tables and HTML."""
+    """Returns a block as lines of text; an empty list for tables and HTML."""
     match block:
         case Paragraph(text) | Banner(text):
             return [make_readable(text)]
@@ -199,7 +199,7 @@ def _block_lines(block: Block) -> list[str]:
 
 
 def tables_to_json(sections: Sequence[Section]) -> str:
-    """Formats the sections as JSON: titles, tables with full-precision numbers, other text by line."""
+    """Formats the sections as JSON: titles, tables with full-precision numbers, other text line by line."""
     told = [
         {
             "title": section.title,

@@ -45,7 +45,7 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class Image:
-    """PNG file with a caption; pages show the SVG next to it instead, if there is one."""
+    """PNG file with a caption; pages show the SVG of the same name instead, if there is one."""
 
     source: Path
     caption: str = ""
@@ -68,9 +68,9 @@ class RawHtml:
 
 @dataclass(frozen=True)
 class Links:
-    """Links to files relative to the page, by link text, grouped by row.
+    """Links to files, grouped by row; each link text is mapped to a path relative to the page.
 
-    They are collapsed under ``title``, or expanded if there are few.
+    The links are collapsed under ``title``, or expanded if there are few.
     """
 
     title: str

@@ -55,7 +55,7 @@ class WeighedResponse:
 
     @property
     def columns(self) -> Columns:
-        """Returns all numbers of the tokens, by name."""
+        """Returns all numbers per token, by column name."""
         return {"weight": self.weights, "relative": self.relative, **self.scores}
 
     @property
@@ -64,7 +64,7 @@ class WeighedResponse:
         return tuple(end <= start for start, end in self.offsets) or (False,) * len(self.tokens)
 
     @property
-    def partner_flags(self) -> tuple[bool, ...]:
+    def matched_flags(self) -> tuple[bool, ...]:
         """Returns for each token whether it matches a source token."""
         found = [not self.offsets or self.coverage == 1.0 or weight != 0 for weight in self.weights.tolist()]
         return tuple(partner and not end for partner, end in zip(found, self.end_flags, strict=True))
@@ -181,8 +181,8 @@ class Verdict:
 class PairRecord:
     """Both responses of a pair with their training weights, and the judge's verdicts.
 
-    ``verdicts``: one per order of the answers, the first with the chosen response as answer A. ``note``: a line of
-    text, e.g. the weight source and the layer.
+    ``verdicts``: one per order of the answers; in the first, the chosen response is answer A. ``note``: a line of text,
+    e.g. the weight source and the layer.
     """
 
     pair: PreferencePair

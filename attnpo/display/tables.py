@@ -24,7 +24,7 @@ DEFAULT_DIGITS = 3
 
 @dataclass(frozen=True)
 class TableBlock:
-    """Table with columns and rows; ``digits`` are decimals of floats for all columns or by column.
+    """Table with columns and rows; ``digits``: decimals of floats, for all columns or by column name.
 
     ``naming``: number of leading columns that identify a row, repeated when a wide table is split. ``notes``:
     explanations of columns by header, shown on pages above the header and in a list below the table.
@@ -63,7 +63,7 @@ class TableBlock:
 def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
     """Formats a cell: floats with ``digits`` decimals, integers as they are, None as an empty string.
 
-    A non-zero float that would be printed as zero (a learning rate among win rates) is written as 5.0e-07.
+    A non-zero float that would be printed as zero (e.g. a learning rate among win rates) is written like 5.0e-07.
     """
     if value is None:
         return ""
@@ -80,7 +80,7 @@ def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
 def round_half_up(value: float, digits: int) -> float:
     """Rounds a finite number to ``digits`` decimals, halves away from zero (10.125 gives 10.13).
 
-    Uses the shortest decimal representation of the number, ignoring rounding errors in its last digits.
+    Uses the shortest decimal representation of the number, which hides binary rounding errors.
     """
     return float(Decimal(repr(round(value, digits + 7))).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
@@ -114,7 +114,7 @@ def table_markdown(table: TableBlock) -> str:
 def table_latex(table: TableBlock, title: str = "") -> str:
     """Formats the table as a LaTeX float with booktabs rules, without a trailing newline; all text is escaped.
 
-    ``title`` is the caption if the table has none.
+    ``title`` is the caption if the table has no caption of its own.
     """
     cells, right = table.format_cells()
     caption = table.caption or title

@@ -70,7 +70,7 @@ def _make_table(pair: WeighedPair, column: str) -> Table:
 
 
 def _format_tokens(side: WeighedResponse, column: str) -> list[tuple[Text, Text]]:
-    rows = (side.columns[column].tolist(), side.relative.tolist(), side.partner_flags, side.end_flags)
+    rows = (side.columns[column].tolist(), side.relative.tolist(), side.matched_flags, side.end_flags)
     return [
         (
             Text(

@@ -122,7 +122,7 @@ class WeighedPair(_PairViews, PairRecord):
                     "matched": matched,
                     **{column: values[place] for column, values in columns.items()},
                 }
-                for place, (token, matched) in enumerate(zip(side.tokens, side.partner_flags, strict=True))
+                for place, (token, matched) in enumerate(zip(side.tokens, side.matched_flags, strict=True))
             ]
         return found
 

@@ -66,7 +66,7 @@ def mask_credentials(text: str) -> str:
 
 
 def _hide(text: str, secret: str) -> str:
-    """Returns ``text`` unchanged if ``secret`` in it is just an interpolation; otherwise returns the mask."""
+    """Returns ``text`` if its part ``secret`` is just an interpolation, otherwise the mask."""
     return MASK if _VARIABLE.sub("", secret) else text
 
 
@@ -116,7 +116,7 @@ def redact(values: object) -> object:
 
 
 def identify(values: Mapping[str, object]) -> dict[str, object]:
-    """Converts values for use in an identity: like ``redact``, plus a digest of each environment value."""
+    """Converts values for a run's identity: like ``redact``, plus a digest of each environment value."""
 
     def identify(text: str, key: str, secret: bool) -> str:
         written = _interpolation_of(text)
@@ -132,7 +132,7 @@ def identify(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def is_same_identity(stored: object, value: object) -> bool:
-    """Returns whether ``stored`` is ``value`` or a form of it from ``identify``, even one made by another process."""
+    """Returns whether ``stored`` is ``value``, or what ``identify`` made of ``value`` in this or another process."""
     if isinstance(stored, list) and isinstance(value, list | tuple):
         return len(stored) == len(value) and all(map(is_same_identity, stored, value))
     if isinstance(stored, str) and isinstance(value, str):
@@ -149,7 +149,7 @@ def _interpolation_of(text: str) -> str | None:
 
 
 def _map_texts(value: Json, change: Callable[[str, str, bool], str], key: str = "") -> Json:
-    """Applies ``change`` to every string in ``value``, with the string, its key and whether it is a credential."""
+    """Replaces every string in ``value``, at any depth, by ``change(string, key, is_credential)``."""
     if isinstance(value, Mapping):
         return {name: _map_texts(item, change, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -109,7 +109,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 def describe_change(
     folder: Path, only: Sequence[str] | None = None, digest: Callable[[Path], str] | None = None
 ) -> str | None:
-    """Describes how a folder differs from its checksums, as a phrase to follow the folder's name; None if it matches.
+    """Describes how a folder differs from its checksums, as a phrase to follow the folder's name; None if it does not.
 
     A folder without readable checksums counts as changed. ``only``: names or patterns of the files to check.
     ``digest``: replaces ``file_digest``.
@@ -225,7 +225,7 @@ def check_is_marked_file(said: str, path: Path, maker: str) -> None:
 def write_marked_file(
     said: str, path: Path, content: bytes | str, maker: str, facts: Mapping[str, object] | None = None
 ) -> None:
-    """Writes a file named by the user, after a marker file FILE.meta.json with ``facts`` and the file's digest.
+    """Writes a file named by the user, preceded by FILE.meta.json, a marker with ``facts`` and the file's digest.
 
     Raises:
         UserError: ``path`` is a file of another origin.

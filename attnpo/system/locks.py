@@ -101,9 +101,10 @@ def folder_lock(
 ) -> Iterator[None]:
     """Locks ``folder``, or its file ``file``, against other jobs while the context is open.
 
-    The main process of a job (``leading``) holds the lock; the job's other processes wait until it has the lock or the
-    lock is free. A dead holder is replaced at once on this machine, and on other machines when its heartbeat is
-    ``timeout`` seconds old. A restarted job waits up to ``timeout`` for its earlier attempt.
+    The main process of a job (``leading``) holds the lock; the job's other processes wait until the main process has
+    the lock or the lock is free. A holder that has died is replaced: at once if it ran on this machine, otherwise when
+    its heartbeat is ``timeout`` seconds old. A restarted job waits up to ``timeout`` seconds for its earlier attempt to
+    end.
 
     Raises:
         UserError: another job holds the lock (``instead``: setting that selects another folder), or the lock cannot be
@@ -125,7 +126,7 @@ def folder_lock(
             try:
                 _acquire(mark, this, timeout, leading, str(folder / file), instead)
             except OSError as problem:
-                text = f"output=: {folder} cannot be used, because its lock {lock.name} cannot be created or read"
+                text = f"output: {folder} cannot be used because the lock {lock.name} in it cannot be created or read"
                 raise UserError(f"{text}: {problem.strerror}") from problem
             if leading:
                 threading.Thread(
@@ -252,7 +253,7 @@ def _send_heartbeats(mark: Path, beat: float, stop: threading.Event) -> None:
                 return
             # This process was suspended so long that it seemed dead; its files would now mix with another job's.
             who = "was removed by hand or by a finished job" if lock is None else f"is now held by {lock[2]}"
-            log.critical("%s: its lock %s; this process seemed dead and exits now", mark.parents[1], who)
+            log.critical("%s: its lock %s; this process seemed dead to other jobs and exits now", mark.parents[1], who)
             os._exit(1)
         except OSError:  # a file server that is temporarily unavailable
             continue

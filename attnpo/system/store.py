@@ -1,4 +1,4 @@
-"""Content-addressed store of per-pair arrays: raw weight rows, reference log-probabilities.
+"""Content-addressed store of per-pair arrays, e.g. raw weight rows and reference log-probabilities.
 
 On disk, ``<root>/<kind>/<digest of the key>/`` contains ``key.json`` and, per append, a Parquet shard ``<content
 digest>.parquet`` with its entry ``<content digest>.json`` (key, checksum, pairs, columns). Files are renamed into
@@ -102,7 +102,7 @@ class StoreTable:
         return sum(one.seconds or 0.0 for one in timed) / pairs if pairs else None
 
     def nearest_difference(self) -> str | None:
-        """Returns the first difference from the key of the most similar other table of this kind; None without one.
+        """Returns the first difference from the key of the most similar other table of this kind, if there is one.
 
         Example: "judge.dtype: stored float32, requested bfloat16".
         """
@@ -130,7 +130,7 @@ class StoreTable:
         if absent:
             raise UserError(
                 f"store {self.folder}: {len(absent)} of {len(set(pair_ids))} pairs lack some of the columns "
-                f"{', '.join(columns)} (first: {', '.join(absent[:3])}): first run attnpo.weigh with this config"
+                f"{', '.join(columns)} (first: {', '.join(absent[:3])}): run attnpo.weigh with this config first"
             )
         cells: dict[str, dict[str, Cell]] = {pair_id: {} for pair_id in pair_ids}
         for shard in self._load_index():
@@ -336,7 +336,7 @@ def _to_arrow(values: Sequence[Cell]) -> pa.Array:
 def _to_numpy(array: pa.Array) -> Array:
     """Converts an Arrow array to NumPy.
 
-    Arrow's own ``to_numpy`` imports pandas, which takes a second; it is used only for nulls and booleans.
+    Arrow's own ``to_numpy`` is used only for nulls and booleans, because it imports pandas, which takes a second.
     """
     if array.null_count or pa.types.is_boolean(array.type):
         numbers: Array = array.to_numpy(zero_copy_only=False)

@@ -132,12 +132,12 @@ def test_pair_from_a_training_example() -> None:
     made = pair_with_weights(pair, example, lambda token: f"<{token}>", PairWeights(pair.pair_id, rounds))
     # Spaces outside the offsets go with the next token; the second byte of é has no text; "!" was cut off.
     assert made.chosen.tokens == ("ab", " cd", " é", "", "<9>")
-    assert made.chosen.partner_flags == (True, False, True, True, False)
+    assert made.chosen.matched_flags == (True, False, True, True, False)
     assert made.chosen.end_flags == (False, False, False, False, True)
     assert (made.chosen.num_cut_characters, made.chosen.length, made.rejected.coverage) == (1, 4.0, 1.0)
     assert made.verdicts == (Verdict(True, (1.0, 0.0), "<3>"), Verdict(False, None, None))
     full = replace(example, coverage=(1.0, 1.0))
-    assert pair_with_weights(pair, full, str).chosen.partner_flags == (True, True, True, True, False), (
+    assert pair_with_weights(pair, full, str).chosen.matched_flags == (True, True, True, True, False), (
         "0 with a partner"
     )
 

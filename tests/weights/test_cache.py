@@ -101,9 +101,7 @@ def test_columns_of_several_shards_and_rows_are_merged(table: StoreTable) -> Non
 
 def test_a_missing_row_is_an_error_and_never_a_default(table: StoreTable) -> None:
     table.append({"p": {"a": 1, "b": 2}, "q": {"a": 3}})
-    with pytest.raises(
-        UserError, match=r"1 of 2 pairs lack some of the columns a, b \(first: q\): first run attnpo\.weigh"
-    ):
+    with pytest.raises(UserError, match=r"1 of 2 pairs lack some of the columns a, b \(first: q\): run attnpo\.weigh"):
         table.read(["p", "q"], ["a", "b"])
     with pytest.raises(UserError, match="first: nobody"):
         table.read(["nobody"], ["a"])
