@@ -92,7 +92,7 @@ class Testbed:
         if self.second is None:
             from attnpo.schema import UserError  # brings torch
 
-            raise UserError("prepare.second is null, so there is no second base to use as a judge: set it")
+            raise UserError("prepare.second is null, so there is no second base to use as a judge: set prepare.second")
         recipe, seed = self.second.base, self.seed + self.second.seed_offset
         path = root / f"base-{_base_key(self.grammar, recipe, seed)}"
         reused = _ensure_built(path, "second base", lambda folder: _build_base(self.grammar, recipe, seed, folder))

@@ -44,8 +44,8 @@ _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r
 def build_tokenizer(grammar: Grammar, merges: int | None = None, max_length: int = 512) -> PreTrainedTokenizerFast:
     """Builds a fast tokenizer for reviews and task prompts, with `<end>` as end token.
 
-    Without `merges`, the vocabulary is exactly the words in reviews and prompts. With `merges`, it is a BPE of the 256
-    bytes and at most that many merges learnt from the grammar's reviews. Token offsets exclude the space before a word.
+    Without `merges`, the vocabulary is exactly the words in reviews and task prompts. With `merges`, it is a BPE of the
+    256 bytes and at most that many merges learnt from the reviews. Token offsets exclude the space before a word.
     """
     core = _word_level(grammar) if merges is None else _byte_level(grammar, merges)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
