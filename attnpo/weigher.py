@@ -284,7 +284,7 @@ class Weigher:
         self._least = None
 
     def _warn_of_lost_weights(self, pairs: Sequence[WeighedPair]) -> None:
-        """Warns once if much weight falls on source tokens that match no training token."""
+        """Warns once if much of the weight falls on source tokens that match no training token."""
         if self._lost or not pairs or self.source.tokens == "train":
             return
         both = [side for pair in pairs for side in (pair.chosen, pair.rejected)]

@@ -11,8 +11,8 @@ prefixes are stored once (``prefixes``). An ``AttentionProbe`` in the keyword ar
 and results; the registered name is the only global state.
 
 The last resort is the attention maps that a model returns with eager attention, one prompt at a time, for classes whose
-attention does not use transformers' AttentionInterface, or that take their mask apart. All maps of a prompt are in
-memory at once: layers x heads x T x T numbers.
+attention does not use transformers' AttentionInterface, or that take the attention mask apart. All maps of a prompt are
+in memory at once: layers x heads x T x T numbers.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

@@ -74,7 +74,7 @@ def check_request(
         )
     empty = [index for index, ids in enumerate(sequences) if len(ids) == 0]
     if empty:
-        raise UserError(f"{name} {empty[0]} has no tokens; check its wording and the chat template")
+        raise UserError(f"{name} {empty[0]} has no tokens; check the wording and the chat template")
 
 
 class CausalJudge:
@@ -82,8 +82,8 @@ class CausalJudge:
 
     ``token_budget``: maximum number of tokens per forward pass (including padding; common prefixes count once). On a
     CPU, rows of wide models are shorter, which is faster there. ``kernel``: "sdpa", "blocks" (float32 softmax in blocks
-    of queries, for comparison) or "maps" (the maps of eager attention, one prompt at a time), which also replaces the
-    other two if they would give different numbers.
+    of queries, for comparison) or "maps" (the maps of eager attention, one prompt at a time), which also replaces
+    "sdpa" and "blocks" if these would change the model's logits.
     """
 
     _words: ClassVar[tuple[str, str]] = "judge", "judge prompt"
@@ -245,7 +245,7 @@ class CausalJudge:
 
     @torch.inference_mode()
     def _check_readable(self) -> None:
-        """Raises ``UserError`` if reading the attention changes the model's numbers; tested once."""
+        """Raises ``UserError`` if reading the attention changes the model's logits; tested once."""
         if self._readable:
             return
         prompts, at = probe_prompts(vocabulary_size(self.model)), BlockRecorder(self._backbone)

@@ -58,7 +58,7 @@ class AttentionReader(WeightReader):
         return kernel_for(inspect_model(self.path, self.revision))
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns the settings that change the model's numbers: weights, dtype, attention kernel family."""
+        """Returns the settings that change what is read from the model: weights, dtype, attention kernel family."""
         return {"weights": weights_fingerprint(self.path, self.revision), "dtype": self.dtype, "kernel": self.kernel}
 
 

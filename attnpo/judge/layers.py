@@ -29,7 +29,7 @@ class Depth(int):
 
 
 def layers_with_attention(num_layers: int) -> tuple[int, ...]:
-    """Returns the numbers of the layers with softmax attention, ascending: all unless a ``Depth`` says otherwise."""
+    """Returns the numbers of the layers with softmax attention, ascending; a plain int means all layers."""
     return Depth(num_layers).attending if not isinstance(num_layers, Depth) else num_layers.attending
 
 

@@ -1,8 +1,8 @@
-"""Judge prompts: the comparison text, its tokens, and which of them belong to which response.
+"""Judge prompts: the comparison text, its tokens, and which tokens belong to which response.
 
 Paper: the judge sees both answers in both orders with hidden labels and is asked for a letter; its attention is read at
-the last prompt token. Spans come from character positions known from rendering, never from a search for delimiters, so
-a response may contain anything.
+the last prompt token. Spans come from the character positions at which rendering inserts the texts, never from a search
+for delimiters, so a response may contain anything.
 
 Differs from the official code: placeholders are substituted in one pass (there an answer's own "{answer_b}" is
 replaced), there is no second BOS, and texts are cut at character boundaries and the total is checked again (there
@@ -66,7 +66,7 @@ class JudgeTemplate:
         return cls(read_text_file(path, "judge.template_file"))
 
     def render(self, question: str, answer_a: str, answer_b: str) -> RenderedPrompt:
-        """Inserts all three values at once, so that a placeholder inside a value stays as it is."""
+        """Inserts all three values at once, so that a placeholder inside a value is not replaced."""
         values = {"question": question, "answer_a": answer_a, "answer_b": answer_b}
         parts, spans, position = [self.literals[0]], {}, len(self.literals[0])
         for name, literal in zip(self.order, self.literals[1:], strict=True):
@@ -107,7 +107,7 @@ def allocate_tokens(room: int, question: int, sizes: Sequence[int], max_response
 def last_tokens_start(places: Sequence[Range], keep: int, length: int) -> int:
     """Returns the index of the character where the last ``keep`` tokens begin, past any shared with an earlier token.
 
-    ``places`` are the tokens' half-open character ranges in a text of ``length`` characters.
+    ``places`` are the tokens' half-open character ranges, and ``length`` is the number of characters of the text.
     """
     if keep >= len(places):
         return 0
@@ -256,7 +256,7 @@ class _JudgedAnswer:
 
 
 class _TokenizedRound(NamedTuple):
-    """Ids of a judge prompt, and per answer slot its token range and the characters (of the response) it covers."""
+    """Ids of a judge prompt, and for each answer slot its token range and the response characters that it covers."""
 
     ids: list[int]
     spans: dict[str, Range]
@@ -284,8 +284,8 @@ class JudgePromptBuilder:
 
     ``chat`` wraps the question to the judge; ``training`` (None: the same) gives the token ids of training under IDS.
     If a prompt is too long in either round, both rounds are cut in the same way, so that they see the same text: the
-    question loses its beginning, a response its end, and weights exist only for the kept part. With ``rules.trace`` a
-    prompt ends where the trace begins, and ``after_trace`` has the ids that follow the trace.
+    question loses its beginning, each response loses its end, and only the kept part gets weights. With ``rules.trace``
+    a prompt ends where the trace begins, and ``after_trace`` has the ids that follow the trace.
 
     Raises UserError if the template cannot be read, has a missing placeholder, cannot give the requested spans, or does
     not fit into ``rules.max_length`` even without texts. Also if the tokenizer drops the end of ``rules.prefill`` or

@@ -1,4 +1,4 @@
-"""Settings of a judge: its model, its prompts, and what is read from it."""
+"""Settings of a judge: model, prompts, and what is read from the model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace

@@ -1,4 +1,4 @@
-"""Judge that reasons first: its traces, which are written once and cached, and the readings after them."""
+"""Judge that reasons first: traces, which are written once and cached, and the readings that follow."""
 
 import logging
 import time
@@ -27,7 +27,7 @@ from attnpo.system.store import StoreTable, expect_array
 
 
 class TraceWriter:
-    """Continues prompts with a causal LM until it writes ``until``, ends its turn, or reaches the token limit.
+    """Continues prompts with a causal LM until the model writes ``until``, ends its turn, or reaches the token limit.
 
     ``token_budget``: maximum number of tokens of a batch, prompts and traces together; a batch has at least one prompt.
     ``end_ids``: further ids that end a turn, in addition to those of the tokenizer and the model's folder. UserError

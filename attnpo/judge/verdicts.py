@@ -1,8 +1,8 @@
-"""Statistics of a judge: its verdicts, the probability of its labels, the length of its traces.
+"""Statistics of a judge: verdicts, probability of the labels, and lengths of the traces.
 
 The judge gives its verdict at the verdict position only if nearly all probability is on the labels. A judge that would
-begin with a reasoning trace or with "The better answer is" gives its verdict elsewhere, and its attention at this
-position is not about the verdict.
+begin with a reasoning trace or with "The better answer is" gives its verdict elsewhere, and its attention at the
+verdict position is not about the verdict.
 """
 
 import math
@@ -229,7 +229,7 @@ def trace_statistics(captured: Iterable[PairWeights], rules: TraceRules) -> Trac
 # ------------------------------------------------------------------------------------------------ the labels
 
 TOP = 3
-"""Maximum number of tokens to report; more of them would not tell more about the judge's reply."""
+"""Maximum number of most likely tokens to report, as further ones say little about the judge's reply."""
 
 
 @dataclass(frozen=True)
@@ -293,5 +293,5 @@ def count_most_frequent(tokens: Iterable[int | None], decode: Callable[[int], st
 
 
 def describe_texts(texts: Sequence[tuple[str, int]], prompts: int) -> str:
-    """Describes which texts would be written in how many of the prompts."""
+    """Describes each text with the number of prompts after which the judge would write it."""
     return ", ".join(f"{text!r} ({count} of {prompts})" for text, count in texts) or "unknown tokens"

@@ -158,7 +158,7 @@ class TextSource(WeightSource):
     postprocess = None
 
     def capture_fingerprint(self) -> Mapping[str, object]:
-        """Returns the name of the source; its weights are not stored."""
+        """Returns only the name of the source, because its weights are not stored."""
         return {"source": self.name}
 
     def capture(

@@ -138,10 +138,10 @@ def training_weights(
 ) -> TrainingWeights:
     """Returns the weights of one pair on the training tokens in ``encoded`` ("chosen", "rejected").
 
-    ``layers`` names the rows of ``captured`` in order. ``captured`` is None for a source that captures nothing,
-    which reads ``pair`` instead. Transforms must be fitted; those of an online source are applied by
-    ``transform_batch``. Raw rows are processed in float64 and returned in their own dtype. UserError if rows do not
-    match the source's kind.
+    ``layers`` names the rows of ``captured`` in order. ``captured`` is None for a source that captures nothing, which
+    reads ``pair`` instead. Transforms must be fitted; those of an online source are applied by ``transform_batch``. Raw
+    rows are processed in float64 and returned in their original dtype. UserError if rows do not match the source's
+    kind.
     """
     asked = PairToWeigh(captured, encoded, pair)
     finished = compute_source_weights(source, captured, encoded, layers=layers, pair=pair)
@@ -508,7 +508,7 @@ def _align_response(
 def _combine_rounds(
     source: WeightSource, raw: Sequence[Float[Tensor, " n"]], where: str, trace: int
 ) -> Float[Tensor, " m"]:
-    """Combines the rounds into one row, by post-processing or as their mean, without the first ``trace`` tokens."""
+    """Combines the rounds into one row, by post-processing or by averaging, without the first ``trace`` tokens."""
     if source.postprocess is not None:
         return source.postprocess([row[trace:] for row in raw], where)
     for row in raw:
@@ -526,7 +526,7 @@ def _combine_rounds(
 
 
 def _align_rounds(rows: list[TokenWeights]) -> tuple[list[TokenWeights], bool]:
-    """Aligns all rounds by characters with the first; returns them and whether any had other tokens than the first."""
+    """Aligns all rounds with the first by characters; returns the result and whether any round had other tokens."""
     base, same = rows[0], [rows[0]]
     realigned = False
     for row in rows[1:]:

@@ -1,4 +1,4 @@
-"""Parser of verbalised importance: reads scored parts from an answer and locates them in the response.
+"""Parser of verbalised importance: reads scored parts from an answer and locates the parts in the response.
 
 Handles free text only: no model, no tokens. The paper names the method (split the response into parts, score each from
 1 to 5) but gives neither a prompt nor a parser; both are ours.
@@ -107,7 +107,7 @@ def _line_parts(answer: str) -> list[tuple[str, float | None]]:
 
 
 def _decode_json(answer: str, start: int) -> tuple[object, int]:
-    """Decodes the JSON value at ``start``; returns it and its end, or None and the next position if it is invalid."""
+    """Decodes the JSON value at ``start``; returns value and end position, or None and the next position if invalid."""
     try:
         return _JSON.raw_decode(answer, start)
     except (ValueError, RecursionError):

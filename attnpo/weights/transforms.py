@@ -109,7 +109,7 @@ class Shuffled(_StatelessTransform):
 class Inverse(_StatelessTransform):
     """Weights in reverse order of size: the token with the smallest gets the largest. Keeps the multiset of weights.
 
-    Ties are broken at random, by (seed, pair id, side). Breaking them by position would give the largest weights to the
+    Ties are broken at random, by (seed, pair id, side). Breaking ties by position would give the largest weights to the
     first of the tokens that had none.
     """
 
@@ -141,7 +141,7 @@ class Mixture(_StatelessTransform):
         check_range("transform Mixture", "[0, 1]", share=self.share)
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """Returns the row mixed with its mean."""
+        """Returns the mixture of the row and its mean."""
         return (1 - self.share) * row.weights.mean() + self.share * row.weights
 
 
@@ -187,7 +187,7 @@ class Sharpness(_StatelessTransform):
 
 @dataclass(frozen=True)
 class OneSide(_StatelessTransform):
-    """Weights on one side of the pair, their mean on the other: shows on which response the weights matter."""
+    """Keeps the weights on one side of a pair and levels the other side: shows on which response the weights matter."""
 
     side: str = "chosen"
 
@@ -197,7 +197,7 @@ class OneSide(_StatelessTransform):
         check_choice("transform OneSide.side", self.side, SIDES)
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """Returns the row unchanged on ``side``, its mean on the other side."""
+        """Returns a row of ``side`` unchanged; for the other side, returns the row's mean on every token."""
         return row.weights if row.side == self.side else UniformOnSupport()(row)
 
 

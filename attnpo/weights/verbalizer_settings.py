@@ -1,4 +1,4 @@
-"""Settings of a verbalizer: which model scores the parts of responses, and its prompts. No model is loaded here."""
+"""Settings of a verbalizer: the model that scores the parts of responses, and the prompts. No model is loaded here."""
 
 import re
 from collections.abc import Sequence
@@ -144,13 +144,13 @@ class GeneratorMaker(Protocol):
 
 @dataclass(frozen=True)
 class Verbalizer:
-    """Settings of a verbalizer: which model scores the parts of responses, and its prompts.
+    """Settings of a verbalizer: the model that scores the parts of responses, and the prompts.
 
     ``template_file``: the user message, with {question} and {answer}; ``system_file``: the system message, if any.
     ``path`` None is the run's own model and chat format. A pair is dropped if its prompt leaves no room for
     ``sampling.max_new_tokens`` within ``max_length`` tokens (None: the model's positions). A batch has at most
     ``batch_size`` prompts and ``token_budget`` tokens; both change answers only by rounding. ``known_parts``: a
-    component that feeds the parts to the model and reads their scores, for models that cannot quote.
+    component for models that cannot quote: it feeds the parts of a response to the model and reads one score each.
     """
 
     template_file: str
@@ -171,7 +171,7 @@ class Verbalizer:
             check_at_least("verbalizer", 1, **{name: getattr(self, name)})
 
     def load_template(self) -> ScoreTemplate:
-        """Reads the template from its files."""
+        """Reads the template from ``template_file`` and ``system_file``."""
         system = None if self.system_file is None else find_file(self.system_file, "verbalizer.system_file")
         return ScoreTemplate.from_files(find_file(self.template_file, "verbalizer.template_file"), system)
 

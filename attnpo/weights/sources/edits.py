@@ -18,8 +18,8 @@ class Edits(TextSource):
     """Factors: ``changed`` on tokens that the other answer does not have at this place, ``same`` on shared tokens.
 
     Shared runs of less than ``min_match`` tokens count as changed. Tokens without a character of the response (end of
-    turn) count as shared. ``average`` divides the factors by their sum, so that a sum of log-ratios becomes their
-    weighted mean; a response whose factors are all 0 keeps them.
+    turn) count as shared. ``average`` divides the factors by their sum, so that the sum of the log-ratios becomes a
+    weighted mean; if all factors of a response are 0, they stay 0.
 
     Differs from DDPO: its diff is replaced by the paper's edit alignment of token ids (``text.alignment``). FIGA's loss
     is not implemented.

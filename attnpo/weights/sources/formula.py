@@ -96,7 +96,7 @@ class Formula(TextSource):
         return [file_digest(file) for file in files]
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns the function's name, the kind of its numbers, and the digests of its source."""
+        """Returns the function's name, the kind of the returned numbers, and the digests of the source files."""
         return {
             "source": self.name,
             "function": self.function,

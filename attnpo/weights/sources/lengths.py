@@ -13,7 +13,7 @@ from attnpo.weights.base import OnlineSource
 
 
 class LengthRule(Enum):
-    """Rule for the longer response: keep its beginning, or random tokens of it."""
+    """Rule for the longer response: keep the beginning, or random tokens."""
 
     TAIL = "tail"
     SUBSAMPLE = "subsample"

@@ -1,6 +1,6 @@
 """Weights of whole pairs with equal token weights: from the policy in every step (WPO, MWPO), or from a data column.
 
-They multiply a pair's loss, so every objective accepts them, including those without token weights.
+Pair weights multiply a pair's loss, so every objective accepts them, including objectives without token weights.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def token_mean(values: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) ->
 
 @dataclass(frozen=True)
 class WPO(OnlineSource):
-    """Weights pairs by how likely the current policy is to write them: ``min(1, exp(A(c_w) + A(c_l)))``.
+    """Weights pairs by how likely the current policy is to write the responses: ``min(1, exp(A(c_w) + A(c_l)))``.
 
     ``c_t = p_t - log sum_v prob_v^2`` compares a token's log-probability with the mean probability (as a logarithm) of
     a token sampled from the policy; A is the mean over a response's tokens. ``clamp`` false leaves weights above 1
@@ -52,7 +52,7 @@ class WPO(OnlineSource):
 
 @dataclass(frozen=True)
 class MWPO(OnlineSource):
-    """Weights pairs more if the policy ranks them clearly and if the rejected response is longer.
+    """Weights a pair more if the policy ranks its responses clearly and if the rejected response is longer.
 
     ``sigmoid(m)^alpha sigmoid(length_scale (n_l - n_w))^gamma`` with the implicit reward margin ``m = beta (S(d_w) -
     S(d_l))``, ``d = p - r`` summed over the response; ``per_token`` uses ``margin_scale beta (A(d_w) - A(d_l))``, with
