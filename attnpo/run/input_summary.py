@@ -137,7 +137,7 @@ def describe_plan(pairs: int, plan: BatchPlan, settings: TrainerSettings, kept: 
 
 
 def log_inputs(inputs: Inputs, statistics: Mapping[str, Json]) -> None:
-    """Logs the numbers of ``example_statistics``: counts, lengths, coverage and the judge."""
+    """Logs the numbers in ``example_statistics``: counts, lengths, coverage and the judge's accuracy."""
     for split in SPLITS:
         found = cast(dict[str, Any], statistics[split])
         for line in describe_split(inputs, split, found):

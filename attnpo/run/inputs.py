@@ -1,4 +1,4 @@
-"""From a config to training examples: reads, encodes and weighs the pairs of a run."""
+"""Steps from a config to training examples: reading, encoding and weighing the pairs of a run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

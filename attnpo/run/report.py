@@ -135,7 +135,7 @@ def true_reward_table(truth: Mapping[str, TruthScores]) -> TableBlock:
 
 
 def inputs_section(result: RunResult) -> Section:
-    """Returns the section on the inputs: a column per split, a table of lengths, and entries of no split."""
+    """Returns the section on the inputs: a column per split, a table of lengths, and all other entries."""
     every = {
         part: {name: value for name, value in flatten(result.split(part), " ") if value != {}} for part in result.inputs
     }
@@ -246,7 +246,7 @@ def log_run_to_wandb(
     settings: CallbackSettings,
     folder: Path,
 ) -> None:
-    """Sends a run's numbers (``result/PATH``), inputs, samples, curves and heat maps to its W&B run, if it has one."""
+    """Sends a run's numbers (``result/PATH``), inputs, samples, curves and heat maps to W&B, if W&B is in use."""
     for tracker in wandb_loggers(loggers):
         import wandb
 

@@ -71,9 +71,9 @@ def check_same_values(stored: Mapping[str, object], asked: Mapping[str, object],
             continue  # the first affects only memory and speed; a layer to be found is compared later
         if key not in stored:
             raise UserError(
-                f"resume: {place} has no value for {key}, which is now {redact(new)!r}. Either it is of another run, "
-                "or an earlier version of attnpo saved it, from which this version cannot resume: start a new run "
-                "under another name"
+                f"resume: {place} has no value for {key}, which is now {redact(new)!r}. The saved run is a "
+                "different one, or was made by an earlier version of attnpo and cannot be resumed by this one: start a "
+                "new run under another name"
             )
         if not is_same_identity(old, new):
             raise UserError(
@@ -90,7 +90,7 @@ def find_checkpoint(
 
     Compares the checkpoint's files with their digests, and its settings with ``numbers``. ``point``: true for a point
     of a study, which starts over if its checkpoint is damaged. Raises UserError for a path without a checkpoint, a
-    checkpoint of a run with other settings, or a damaged one.
+    checkpoint of a run with other settings, or a damaged checkpoint.
     """
     if resume is None:
         return None
@@ -166,7 +166,7 @@ def check_contents(numbers: Mapping[str, object], contents: Mapping[str, str], r
 
 
 def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
-    """Returns the result of the run in ``folder``, or None and, if its digest reveals damage, a description."""
+    """Returns the result of the run in ``folder``, or None and, if a digest reveals damage, its description."""
     if not (folder / RESULT).is_file():
         return None, None
     problem = describe_change(folder, only=MADE)

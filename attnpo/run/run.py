@@ -286,7 +286,7 @@ def write_samples(
     max_length: int,
     seed: int,
 ) -> None:
-    """Writes both models' answers to the first ``settings.samples`` prompts with room for one, as JSON lines."""
+    """Writes both models' answers to the first ``settings.samples`` prompts with room for answers, as JSON lines."""
     limit = min(max_length, context_length(policy.config) or max_length)
     encoded = encode_prompts(
         [AnswerPrompt(pair.pair_id, pair.prompt) for pair in pairs], base.chat, settings.sample_tokens, limit

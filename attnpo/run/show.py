@@ -124,7 +124,7 @@ def _json_lines(pairs: Sequence[WeighedPair]) -> Iterator[str]:
 
 
 def _write_pairs(pairs: Sequence[WeighedPair], path: Path) -> None:
-    """Writes ``pairs`` to ``path`` atomically, in the format of its suffix. Replaces no other file (UserError)."""
+    """Writes ``pairs`` to ``path`` atomically, in the suffix's format. Raises UserError if another file is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content: str | bytes
     if path.suffix == ".html":
@@ -391,7 +391,7 @@ def _saved_pairs(saved: Mapping[str, Any], decode: Callable[[int], str]) -> Iter
 
 
 def margin_contributions(objective: PreferenceObjective, example: TrainingExample, scores: PairLogps) -> LogpPair:
-    """Returns how much the margin would shrink if each token had the reference's log-probability.
+    """Returns for each token how much the margin would shrink if the policy had the reference's log-probability there.
 
     Uses the objective's own rewards; if they are linear in the log-ratios, contributions add up to the margin. Raises
     UserError for an objective that needs more than log-probabilities and weights.

@@ -267,7 +267,7 @@ def _fit_policy(
 def _fit_or_resume(
     trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, resume: Path | None
 ) -> bool:
-    """Trains, from the checkpoint ``resume`` if it is given. Returns whether training finished.
+    """Trains from the beginning, or from the checkpoint ``resume``; returns whether training finished.
 
     Returns False if a single process ran out of memory in its first step; the token budget is then halved, and the
     caller must start again with a new trainer.

@@ -43,8 +43,8 @@ class AnchorSampler:
         """Samples the rows in eval mode without gradients. Raises UserError for sharded weights and unpadded rows."""
         if not is_materialised(policy.model):
             raise UserError(
-                "each process samples its own anchors for the triplet loss, which needs the whole policy, but its "
-                "weights are sharded: set trainer.strategy=auto, or objective.gamma_triplet=0"
+                "each process samples its own anchors for the triplet loss, which needs the whole policy, but the "
+                "policy's weights are sharded: set trainer.strategy=auto, or objective.gamma_triplet=0"
             )
         prompts = pair_prompt_ids(batch)
         requests = [

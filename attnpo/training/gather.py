@@ -54,7 +54,7 @@ class SmallestTokenBudgets(L.Callback):
 class FullPolicyGather(L.Callback):
     """Gathers a sharded policy at the end of training, before Lightning moves the shards to the CPU.
 
-    Afterwards ``state`` holds the full weights on the first process and is empty on the others; None if nothing is
+    Afterwards ``state`` contains the full weights on the first process and is empty on the others; None if nothing is
     sharded.
     """
 

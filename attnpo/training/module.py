@@ -89,7 +89,7 @@ class PreferenceModule(L.LightningModule):
     step's pairs, and the step is saved as ``nonfinite-step-N.pt`` in the run's folder (steps count from 1).
 
     Args:
-        policy: model to train, a transformers model or an already wrapped one.
+        policy: model to train, as a transformers model or a ``ScoredLM``.
         reference: copy of the policy, frozen here; None if log-probabilities are stored or the objective needs none.
         objective: its ``requires`` decides what is computed.
         optimizer: optimiser and schedule; None means ``Optimizer()``.

@@ -90,7 +90,7 @@ def apply_launcher(settings: TrainerSettings) -> TrainerSettings:
 
 
 def _require_launcher(total: int, nodes: int) -> None:
-    """Raises UserError for variables of a rank without a launcher: it would wait forever, or write no result."""
+    """Raises UserError if variables set a rank but no launcher ran: training would wait forever, or write nothing."""
     given = [f"{name}={os.environ[name]}" for name in PLACE if name in os.environ]
     if not given or "TORCHELASTIC_RUN_ID" in os.environ or is_slurm_task():
         return
@@ -118,8 +118,8 @@ def _require_usable_devices(settings: TrainerSettings) -> None:
         )
     if not count_visible_gpus(settings) and not (settings.devices == "auto" or settings.devices.isdigit()):
         raise UserError(
-            f"trainer.devices={settings.devices} names GPUs, but none can be used here: for a CPU set it to auto (one "
-            "process) or to a number of processes"
+            f"trainer.devices={settings.devices} names GPUs, but none can be used here: on a CPU, set it to auto "
+            "(one process) or to a number of processes"
         )
 
 

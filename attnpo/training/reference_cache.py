@@ -1,6 +1,6 @@
 """Records the log-probabilities of a live reference in the first epoch, so that later epochs read them from the store.
 
-Decides when they are stored and read; the caller decides where.
+Decides when the log-probabilities are stored and read; the caller decides where to store them.
 """
 
 import logging

@@ -83,7 +83,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 class SingleVisibleGPU(CUDAAccelerator):
-    """Accelerator for nodes where each process sees only its own GPU, as number 0 (srun --gpus-per-task=1)."""
+    """Accelerator for nodes where each process sees only its own GPU, as device 0 (srun --gpus-per-task=1)."""
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:

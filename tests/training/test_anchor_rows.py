@@ -125,7 +125,7 @@ def test_other_layouts_and_sharded_weights_are_refused() -> None:
         MAKER(policy, collate(make_examples(3), packed_layout, 0, 3), 0)
     with torch.device("meta"):
         spread = ScoredLM(tiny_model().to("meta"))
-    with pytest.raises(UserError, match=r"but its weights are sharded: set trainer\.strategy=auto"):
+    with pytest.raises(UserError, match=r"but the policy's weights are sharded: set trainer\.strategy=auto"):
         MAKER(spread, batch_of(3), 0)
 
 
