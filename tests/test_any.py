@@ -17,7 +17,13 @@ REASONS = {
     "evaluation/jsonl_store.py::read_lines": "rows as they were written, each of its own kind of file",
     **{
         f"lab/reports/passport.py::{name}": PASSPORT
-        for name in ("_calibration_section", "_layer_cells", "measure_calibration", "inspect_layer", "measure_removal")
+        for name in (
+            "_calibration_section",
+            "_layer_cells",
+            "measure_calibration",
+            "measure_layer_attention",
+            "measure_removal",
+        )
     },
     "lab/studies/study.py::sections": "an Outcome, whose file reads this one",
     "lab/reports/passport.py::read": "the keywords of a judge's read, passed on as they come",

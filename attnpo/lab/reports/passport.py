@@ -177,7 +177,7 @@ class JudgedSample:
         """Returns the captured rounds of the pairs that were shown to the judge, by pair id."""
         return {pair.pair_id: self.captured[pair.pair_id] for pair in self.shown}
 
-    def source_at(self, layer: int) -> WeightSource:
+    def source_for_layer(self, layer: int) -> WeightSource:
         """Returns the run's weight source, set to read ``layer``."""
         return replace_layers(self.layered, layer).resolve(self.judge.num_layers)
 
@@ -272,13 +272,15 @@ def measure_judge(
     rounds = [item for pair in read for item in pair.rounds]
     asked = distinct_layers(settings.layers, judge.num_layers, "passport.layers")
     numbers = list(asked) or list(layers_with_attention(judge.num_layers))
-    ranked = {layer: rank_tokens(judged.source_at(layer), judged.captured_by_id, judged.rows) for layer in numbers}
+    ranked = {
+        layer: rank_tokens(judged.source_for_layer(layer), judged.captured_by_id, judged.rows) for layer in numbers
+    }
     fits = sample_as_splits(replace(pool, tally=Tally(), read=len(judged.sample)), judged.sample)["train"]
     falls, full, removals = measure_removal(ranked, judged, settings) if settings.removal_pairs else ({}, None, 0)
     looks = []
     for layer in numbers:
-        made = prepare_examples(fits, judged.source_at(layer), judged.captured, judged.align, judged.rows)
-        looks.append(inspect_layer(judged, layer, ranked[layer], grammar, made) | falls.get(layer, {}))
+        made = prepare_examples(fits, judged.source_for_layer(layer), judged.captured, judged.align, judged.rows)
+        looks.append(measure_layer_attention(judged, layer, ranked[layer], grammar, made) | falls.get(layer, {}))
     statistics, found = judge_statistics(read, labels), verdict_margins(read)
     masses = np.array(judged.heard.masses).reshape(-1, 2).mean(axis=1)  # a pair's two prompts follow each other
     answers = sum(item.side(side).token_ids.numel() for item in rounds for side in SIDES)
@@ -299,8 +301,8 @@ def measure_judge(
         flipped = np.array([is_flipped(pair, grammar) for pair in judged.shown])
         right = win_scores(found.mean(axis=1))
         truth = {
-            "wrong_labels": proportion(flipped.astype(np.float64)),
-            "accuracy": proportion(np.where(flipped, 1 - right, right)),
+            "wrong_labels": estimate_proportion(flipped.astype(np.float64)),
+            "accuracy": estimate_proportion(np.where(flipped, 1 - right, right)),
             "equal": decisive_mass(judged.shown, equal_rankings(ranked[numbers[0]]), grammar),
         }
     return {
@@ -308,8 +310,8 @@ def measure_judge(
         "statistics": statistics,
         "accuracy": verdict_accuracy(found),
         "calibration": measure_calibration(found, settings.bins, settings.seed),
-        "no_label": proportion(np.array(silent)),
-        "label_mass": mean_interval(masses),
+        "no_label": estimate_proportion(np.array(silent)),
+        "label_mass": estimate_mean(masses),
         "label_mass_low": float(np.quantile(masses, 0.1)) if masses.size else math.nan,
         "written": texts,
         "answer_tokens": answers / sum(judged.heard.lengths),
@@ -325,7 +327,7 @@ def measure_judge(
     }
 
 
-def inspect_layer(
+def measure_layer_attention(
     judged: JudgedSample, layer: int, ranked: Rankings, grammar: Grammar | None, made: ExampleSet
 ) -> dict[str, Any]:
     """Measures the attention of one layer. ``made``: the sample with its weights on the training tokens.
@@ -340,7 +342,7 @@ def inspect_layer(
     - ``truth``: share of the weights on tokens that decide the true reward; None if unknown.
     - ``fall``, ``random``, ``gain``: None here; ``measure_removal`` computes them.
     """
-    source, arrived = judged.source_at(layer), WeightCoverage.mean_over(made.examples)
+    source, arrived = judged.source_for_layer(layer), WeightCoverage.mean_over(made.examples)
     mass = np.zeros((len(judged.captured_by_id), 2))  # on the answer shown first and second, mean over rounds
     for row, pair in zip(mass, judged.captured_by_id.values(), strict=True):
         rounds = source.select(pair, judged.rows).rounds  # with one row
@@ -353,7 +355,7 @@ def inspect_layer(
     shares = [number / row.numel() for number, row in zip(effective, weights, strict=True)]
     return {
         "layer": layer,
-        "mass": mean_interval(mass.sum(axis=1)),
+        "mass": estimate_mean(mass.sum(axis=1)),
         "first": float(mass[:, 0].mean()),
         "second": float(mass[:, 1].mean()),
         "effective": sum(effective) / max(1, len(effective)),
@@ -385,7 +387,7 @@ def measure_removal(
     falls = {}
     for layer in ranked:
         fall = float(np.mean([found.log_odds_drop(str(layer), share).mean() for share in settings.shares]))
-        gain = mean_interval(found.mean_advantages(str(layer)), bonferroni_level(len(ranked)))
+        gain = estimate_mean(found.mean_advantages(str(layer)), bonferroni_level(len(ranked)))
         falls[layer] = {"fall": fall, "random": fall - gain.value, "gain": gain}
     return falls, float(found.full.mean()), found.prompts
 
@@ -421,13 +423,13 @@ def verdict_margins(captured: Sequence[PairWeights]) -> Margins:
     return np.array(rows, dtype=np.float64).reshape(-1, 2)
 
 
-def proportion(values: Float[np.ndarray, " cases"]) -> Estimate:
+def estimate_proportion(values: Float[np.ndarray, " cases"]) -> Estimate:
     """Returns the mean of values from 0 to 1 with Wilson's 95 % interval."""
     value = float(values.mean()) if values.size else math.nan
     return Estimate(value, *(wilson_interval(value, values.size) if values.size else (math.nan, math.nan)), values.size)
 
 
-def mean_interval(values: Float[np.ndarray, " cases"], level: float = LEVEL) -> Estimate:
+def estimate_mean(values: Float[np.ndarray, " cases"], level: float = LEVEL) -> Estimate:
     """Returns the mean of values with Student's t interval; no interval for fewer than two values."""
     value, reach = float(values.mean()) if values.size else math.nan, math.nan
     if values.size > 1:
@@ -450,12 +452,12 @@ def verdict_accuracy(found: Margins) -> dict[str, Estimate]:
     """
     picked = win_scores(found)
     return {
-        "chosen_first": proportion(picked[:, 0]),
-        "chosen_second": proportion(picked[:, 1]),
-        "averaged": proportion(win_scores(found.mean(axis=1))),
-        "first_picked": mean_interval((picked[:, 0] + 1 - picked[:, 1]) / 2),
-        "pull": mean_interval((found[:, 0] - found[:, 1]) / 2),
-        "agree": proportion((found[:, 0] * found[:, 1] > 0).astype(np.float64)),
+        "chosen_first": estimate_proportion(picked[:, 0]),
+        "chosen_second": estimate_proportion(picked[:, 1]),
+        "averaged": estimate_proportion(win_scores(found.mean(axis=1))),
+        "first_picked": estimate_mean((picked[:, 0] + 1 - picked[:, 1]) / 2),
+        "pull": estimate_mean((found[:, 0] - found[:, 1]) / 2),
+        "agree": estimate_proportion((found[:, 0] * found[:, 1] > 0).astype(np.float64)),
     }
 
 
@@ -483,7 +485,9 @@ def measure_calibration(found: Margins, bins: int = 10, seed: int = 0) -> dict[s
         inside = place == number
         confidence, part = float(sure[inside].mean()), inside.mean()
         low, high = 0.5 + number / (2 * bins), 0.5 + (number + 1) / (2 * bins)
-        rows.append({"low": low, "high": high, "confidence": confidence, "accuracy": proportion(right[inside])})
+        rows.append(
+            {"low": low, "high": high, "confidence": confidence, "accuracy": estimate_proportion(right[inside])}
+        )
         error += part * abs(float(right[inside].mean()) - confidence)
         ideal += part * float(np.abs(drawn[:, inside].mean(axis=1) - confidence).mean())
     excess = float(sure.mean() - right.mean())

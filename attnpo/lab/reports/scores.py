@@ -221,20 +221,20 @@ class Leaderboard:
     mixed: tuple[ConditionMismatch, ...]
 
     @property
-    def main_figures(self) -> list[ScoreColumn]:
+    def main_columns(self) -> list[ScoreColumn]:
         """Returns the columns of the main table."""
         return [figure for figure in self.figures if figure.shown]
 
-    def rankable_figures(self) -> list[ScoreColumn]:
+    def rankable_columns(self) -> list[ScoreColumn]:
         """Returns the columns used for ranks: at least two labels, uniform grading, and a known direction."""
         unfit = {one.benchmark for one in self.mixed if not one.is_comparable}
         return [
             figure
-            for figure in self.main_figures
+            for figure in self.main_columns
             if len(figure.scores) > 1 and figure.benchmark not in unfit and figure.higher_is_better is not None
         ]
 
-    def protocol_number(self, label: str, benchmark: str) -> int:
+    def conditions_index(self, label: str, benchmark: str) -> int:
         """Returns an index for the grading conditions used for a label on a benchmark; 0 for the usual conditions."""
         ways = [one for one in self.mixed if one.benchmark == benchmark and not one.is_comparable]
         return next((number for number, one in enumerate(ways, start=1) if label in one.odd), 0)
@@ -245,7 +245,7 @@ class Leaderboard:
         Ties share the mean of their ranks (paper, main table; reference EVALUATION 6). A benchmark with two columns
         counts twice.
         """
-        figures = self.rankable_figures()
+        figures = self.rankable_columns()
         means = [figure.printed_values for figure in figures]
         whole = {label: [row[label] for row in means] for label in self.labels if all(label in row for row in means)}
         if not figures or len(whole) < 2:
@@ -291,7 +291,7 @@ def write_scores_report(
     found, notes = read_evaluations(folders)
     results = list(found.values())
     board = build_leaderboard(results, find_mismatches(results))
-    if not board.main_figures:
+    if not board.main_columns:
         places = ", ".join(map(str, found))
         raise UserError(f"report scores: expected a main score, but no main score in {places} is a number")
     scores, rounds = main_tables(board)
@@ -302,7 +302,7 @@ def write_scores_report(
         tables, said = join_printed_scores([scores, rounds, *lengths], path, model)
         joined += tables
         lines += said
-    several = any(len(score.rounds) > 1 for figure in board.main_figures for score in figure.scores.values())
+    several = any(len(score.rounds) > 1 for figure in board.main_columns for score in figure.scores.values())
     below = [*([rounds] if several else []), *within_noise_table(board), *lengths, *missing_table(results)]
     told = [*(way.warning() for way in board.mixed), *leaderboard_notes(board), *lines, *notes]
     names = list(dict.fromkeys(name for result in results for name in result.cost))
@@ -321,7 +321,7 @@ def write_scores_report(
 
 def leaderboard_notes(board: Leaderboard) -> list[str]:
     """Lists notes below the tables: how ranks are computed, what is not ranked, unknown spreads, question counts."""
-    figures, ranks, labels = board.rankable_figures(), board.mean_ranks(), board.labels
+    figures, ranks, labels = board.rankable_columns(), board.mean_ranks(), board.labels
     shown = [(figure, label, score) for figure in board.main_figures for label, score in figure.scores.items()]
     over, lower = (
         join_column_names(figures),
@@ -458,7 +458,7 @@ def within_noise_table(board: Leaderboard) -> list[KeyedTable]:
     rows: list[Cells] = []
     for figure in board.main_figures:
         graded = [
-            (label, score.mean, score.grading, board.protocol_number(label, figure.benchmark))
+            (label, score.mean, score.grading, board.conditions_index(label, figure.benchmark))
             for label, score in figure.scores.items()
             if score.grading is not None
         ]

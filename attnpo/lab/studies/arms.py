@@ -36,7 +36,7 @@ class ComposedConfig:
         """Returns the typed root config; raises UserError if it is invalid."""
         return parse_as(self.raw, FitConfig)
 
-    def with_paths(self, model: str, data: str | None) -> FitConfig:
+    def config_with_paths(self, model: str, data: str | None) -> FitConfig:
         """Returns the typed root config, with missing model and data paths filled in."""
         cfg = self.config
         for key in missing_path_keys(cfg.model, cfg.data):

@@ -32,7 +32,7 @@ TRANSFORM = "transform="
 Number = Callable[[RunResult], float]
 
 
-def arm_looks(outcome: Outcome) -> dict[str, ArmStyle]:
+def assign_arm_styles(outcome: Outcome) -> dict[str, ArmStyle]:
     """Returns the colour and markers of every arm, used in all worlds and figures."""
     study = outcome.study
     altered = [
@@ -46,7 +46,7 @@ def arm_looks(outcome: Outcome) -> dict[str, ArmStyle]:
     return {**looks, BASE_ROW: ArmStyle(SOFT, "s", ":")}
 
 
-def base_level(point: PointResults) -> ScoreInterval:
+def base_score_interval(point: PointResults) -> ScoreInterval:
     """Returns the base's mean reward on test prompts, with an interval if its rewards were stored."""
     rows = [scores.base_rewards for scores in point.truth_scores("test")]
     kept = [row for row in rows if row is not None]
@@ -57,7 +57,7 @@ def base_level(point: PointResults) -> ScoreInterval:
     return ScoreInterval(mean, found.low, found.high)
 
 
-def interval_level(found: Interval | None) -> ScoreInterval:
+def to_score_interval(found: Interval | None) -> ScoreInterval:
     """Converts a mean with its interval to the type that figures take; all values are NaN for None."""
     return ScoreInterval(math.nan) if found is None else ScoreInterval(found.mean, found.low, found.high)
 
@@ -118,7 +118,7 @@ def study_figures(outcome: Outcome) -> list[Image]:
 
     Figures of rewards need a known true reward. Every world has its own figures.
     """
-    looks, axis = arm_looks(outcome), outcome.study.world_axis
+    looks, axis = assign_arm_styles(outcome), outcome.study.world_axis
     over_layers = [image for world in outcome.worlds for image in benchmark_layer_figures(outcome, world, looks)]
     if not outcome.has_truth:
         return over_layers
@@ -160,10 +160,10 @@ def _world_figures(outcome: Outcome, world: str, looks: ArmStyles) -> Iterator[I
     best = outcome.best_points(world)
     if not best:
         return
-    title, base = _figure_title(outcome, world), base_level(next(iter(best.values())))
-    levels = {arm: interval_level(point.reward_interval) for arm, point in best.items()}
+    title, base = _figure_title(outcome, world), base_score_interval(next(iter(best.values())))
+    levels = {arm: to_score_interval(point.reward_interval) for arm, point in best.items()}
     moves = {arm: [scores.numbers["kl"] for scores in point.truth_scores("test")] for arm, point in best.items()}
-    kls = {arm: interval_level(seed_interval(values)) for arm, values in moves.items()}
+    kls = {arm: to_score_interval(seed_interval(values)) for arm, values in moves.items()}
     rewards, moved = (
         _other_points(outcome, world, best, partial(PointResults.mean_truth_score, split="test", name=name))
         for name in ("reward", "kl")
@@ -352,7 +352,7 @@ def _unweighted_figures(
     panels = [
         ArmPanel(
             *AXES[name],
-            {arm: interval_level(found) for arm, found in values.items()},
+            {arm: to_score_interval(found) for arm, found in values.items()},
             _other_points(outcome, world, best, partial(_mean_over_runs, NUMBERS[name])),
             ("chance", ScoreInterval(0.5)) if name == "accuracy" else None,
         )
@@ -370,7 +370,7 @@ def _unweighted_figures(
     yield Image(path, f"{caption}{_world_suffix(world)}; the band is the control's interval")
     first = next(iter(known))
     shown = {arm: found for arm, found in known[first].items() if found is not None or best[arm].arm.layer is None}
-    levels = {arm: interval_level(found) for arm, found in shown.items()}
+    levels = {arm: to_score_interval(found) for arm, found in shown.items()}
     path, title = _figure_path(outcome, "yardstick-layers", world), f"{named}: each arm at its chosen point"
     if _draw_over_layers(outcome, world, levels, path, looks, ylabel=AXES[first][0], title=title):
         yield Image(

@@ -24,7 +24,7 @@ from attnpo.display.page import (
 )
 from attnpo.display.tables import Cell, table_csv
 from attnpo.lab.studies.benchmarks import EXPORTS
-from attnpo.lab.studies.figures import arm_looks, study_figures, unweighted_section
+from attnpo.lab.studies.figures import assign_arm_styles, study_figures, unweighted_section
 from attnpo.lab.studies.notes import footnotes, study_warnings
 from attnpo.lab.studies.outcome import Outcome, PointResults
 from attnpo.lab.studies.predictions import predictions_section
@@ -224,7 +224,7 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]
     """
     images = study_figures(outcome)
     known = outcome.has_truth
-    compared = [] if known else unweighted_section(outcome, arm_looks(outcome))
+    compared = [] if known else unweighted_section(outcome, assign_arm_styles(outcome))
     figures = [Section("Figures", images)] if images else []
     below = [*tables[1:], *answers_sections(outcome), runs_section(outcome)]
     sections = add_column_notes(outcome, [*tables[:1], *compared, *figures, *below])

@@ -47,11 +47,11 @@ class TimeEstimate:
             "less if points are already finished"
         )
 
-    def count_preparation(self, seconds: float) -> None:
+    def add_preparation_time(self, seconds: float) -> None:
         """Adds the time that preparing the base, pairs and judge pass of one seed took."""
         self._prepared, self._preparing = self._prepared + 1, self._preparing + seconds
 
-    def count_point(self, seconds: float) -> None:
+    def add_point_time(self, seconds: float) -> None:
         """Counts a point that finished ``seconds`` after the previous point, and stores the mean times."""
         self.over, self._ran, self._running = self.over + 1, self._ran + 1, self._running + seconds
         base = self._preparing / max(1, self._prepared)
@@ -89,7 +89,7 @@ def show_points_progress(
         nonlocal last
         over.add(index)
         now = time.monotonic()
-        pace.count_point(now - last)
+        pace.add_point_time(now - last)
         last = now
 
     def progress_rows() -> list[ProgressRow]:

@@ -86,7 +86,7 @@ class StudyProgress:
                 log.error("%s cannot be prepared: %s", label, last_line(error_text(error)))
         if found:
             save_costs(self.folder, found)
-        self.pace.count_preparation(time.perf_counter() - before)
+        self.pace.add_preparation_time(time.perf_counter() - before)
         every = self.bases | found
         self.bases = {at: every[at] for at in itertools.product(self.worlds, self.plan.seeds) if at in every}
         return bool(found)

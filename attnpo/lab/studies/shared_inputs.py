@@ -97,12 +97,12 @@ def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder:
     runs = {name: run for (of, name), run in plan.scorers.items() if of == world}
     settled = resolve_paths(next(iter(arms.values())).config)[0]
     known = settled.model.path, getattr(settled.data, "path", None)
-    configs = {name: made.with_paths(*known) for name, made in arms.items()}
+    configs = {name: made.config_with_paths(*known) for name, made in arms.items()}
     plain = {name: config for name, config in configs.items() if not scorer_names_by_key(arms[name].overrides)}
     # All arms share the base and pairs of the first arm that resolves without scorers, else of the first scorer.
     candidates = [
         *plain.items(),
-        *((None, run.with_values({"seed": seed}).with_paths(*known)) for run in runs.values()),
+        *((None, run.with_values({"seed": seed}).config_with_paths(*known)) for run in runs.values()),
     ]
     ground: Resolved[FitConfig] | None = None
     for name, config in candidates:
@@ -215,7 +215,7 @@ def run_analyses(
     ``data``: path of the pairs.
     """
     own = plan.composer.compose_arm([], basis.world).with_values({"seed": basis.seed})
-    config = own.with_paths(readers.base.spec.path, data)
+    config = own.config_with_paths(readers.base.spec.path, data)
     values = {key: value for key, value in make_identity(config).settings.items() if key.partition(".")[0] not in APART}
     for name, analysis in plan.study.analyses.items():
         same = digest(

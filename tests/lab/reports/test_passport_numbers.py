@@ -14,9 +14,9 @@ from attnpo.lab.reports.passport import (
     Estimate,
     assess_judge,
     bonferroni_level,
-    mean_interval,
+    estimate_mean,
+    estimate_proportion,
     measure_calibration,
-    proportion,
     verdict_accuracy,
     verdict_margins,
 )
@@ -81,10 +81,10 @@ def test_the_first_line_has_the_interval() -> None:
 
 
 def test_the_mean_has_students_interval() -> None:
-    found = mean_interval(np.array([1.0, 2.0, 3.0]))
+    found = estimate_mean(np.array([1.0, 2.0, 3.0]))
     reach = 4.302653 / math.sqrt(3)  # 97.5 % of t with 2 degrees, the deviation is 1
     assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 - reach, 2 + reach), abs=1e-5)
-    assert math.isnan(mean_interval(np.array([1.0])).low) and math.isnan(proportion(np.array([])).value)
+    assert math.isnan(estimate_mean(np.array([1.0])).low) and math.isnan(estimate_proportion(np.array([])).value)
 
 
 # ------------------------------------------------------------------------------------------------ calibration

@@ -11,7 +11,7 @@ from attnpo.display.heatmap import heatmap_html
 from attnpo.display.look import COLOURS, INK, svg_path
 from attnpo.display.pair_record import Verdict
 from attnpo.display.weighed_pair import WeighedPair
-from attnpo.lab.studies.figures import arm_looks, study_figures, unweighted_accuracy, unweighted_margin
+from attnpo.lab.studies.figures import assign_arm_styles, study_figures, unweighted_accuracy, unweighted_margin
 from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.page import arms_section, write_study_report
 from attnpo.lab.studies.study import Arm, Grid, Point, Study
@@ -79,13 +79,13 @@ def make(folder: Path, known: bool = True, worlds: tuple[str, ...] = ("",)) -> O
 
 
 def test_every_world_and_figure_has_one_look_per_arm(tmp_path: Path) -> None:
-    looks = arm_looks(make(tmp_path))
+    looks = assign_arm_styles(make(tmp_path))
     assert looks["uniform"].colour == INK and looks["uniform"].note == "control"
     assert [looks[arm.name].colour for arm in ARMS[1:]] == list(COLOURS[:4])
     assert [looks[arm.name].filled for arm in ARMS] == [True, True, True, False, True], "a transform hollows its arm"
     assert looks["true importance"].note == "knows the truth"
     outcome = make(tmp_path, worlds=("calm", "noisy"))
-    assert arm_looks(outcome) == looks
+    assert assign_arm_styles(outcome) == looks
     images = study_figures(outcome)
     assert len(images) == 6, "arms, frontier and layers of each world"
     for image in images:
