@@ -130,7 +130,7 @@ class Grammar:
     # ---- sampling ------------------------------------------------------------------------------------------
 
     def sample_review(self, rng: random.Random, prompt: ReviewPrompt) -> str:
-        """Samples a review of the prompt's topic; a hidden quality per review sets the odds of positive clauses."""
+        """Samples a review of the prompt's topic; a hidden quality is the chance that a sentiment is positive."""
         quality = rng.random()
         count = rng.randint(self.min_clauses, self.max_clauses)
         return " ".join(f"{self._sample_clause(rng, prompt, quality)} ." for _ in range(count))
