@@ -322,15 +322,15 @@ def write_scores_report(
 def leaderboard_notes(board: Leaderboard) -> list[str]:
     """Lists notes below the tables: how ranks are computed, what is not ranked, unknown spreads, question counts."""
     figures, ranks, labels = board.rankable_columns(), board.mean_ranks(), board.labels
-    shown = [(figure, label, score) for figure in board.main_figures for label, score in figure.scores.items()]
+    shown = [(figure, label, score) for figure in board.main_columns for label, score in figure.scores.items()]
     over, lower = (
         join_column_names(figures),
         join_column_names(figure for figure in figures if not figure.higher_is_better),
     )
     unranked = [label for label in labels if label not in ranks]
-    alone = join_column_names(figure for figure in board.main_figures if len(figure.scores) == 1 and len(labels) > 1)
+    alone = join_column_names(figure for figure in board.main_columns if len(figure.scores) == 1 and len(labels) > 1)
     aimless = join_column_names(
-        figure for figure in board.main_figures if figure.higher_is_better is None and len(figure.scores) > 1
+        figure for figure in board.main_columns if figure.higher_is_better is None and len(figure.scores) > 1
     )
     single = list(dict.fromkeys(label for _, label, score in shown if len(score.rounds) == 1))
     unknown = join_column_names(figure for figure, _, score in shown if figure.graded and score.grading is None)
@@ -355,12 +355,12 @@ def leaderboard_notes(board: Leaderboard) -> list[str]:
             "scores when the same answers are graded again; smaller differences may be due to grading alone",
         ),
         (
-            len(shown) < len(board.main_figures) * len(labels),
+            len(shown) < len(board.main_columns) * len(labels),
             "empty cell: no evaluation of that row on that benchmark was given",
         ),
         (board.mixed, "*: graded or answered differently from most of its column, see the warning"),
     ]
-    for figure in board.main_figures:
+    for figure in board.main_columns:
         sizes = {label: score.questions for label, score in figure.scores.items() if score.questions}
         told = ", ".join(f"{label} {count}" for label, count in sizes.items())
         lines.append((len(set(sizes.values())) > 1, f"{figure.name}: different numbers of questions ({told})"))
@@ -386,7 +386,7 @@ def main_tables(board: Leaderboard) -> list[KeyedTable]:
     digits = {AVG_RANK: DECIMALS}
     for label in board.labels:
         full, told, wide, words = (Cells({METHOD: label}) for _ in range(4))
-        for figure in board.main_figures:
+        for figure in board.main_columns:
             name, score = figure.name, figure.scores.get(label)
             parts = [name + MEAN, name + CI, name + T]
             digits |= dict.fromkeys((name, *parts), figure.digits)
@@ -456,7 +456,7 @@ def within_noise_table(board: Leaderboard) -> list[KeyedTable]:
     Pairs that were graded or answered differently are left out.
     """
     rows: list[Cells] = []
-    for figure in board.main_figures:
+    for figure in board.main_columns:
         graded = [
             (label, score.mean, score.grading, board.conditions_index(label, figure.benchmark))
             for label, score in figure.scores.items()
