@@ -301,7 +301,7 @@ def _is_readable(asked: PairToWeigh) -> bool:
 
 
 def _has_coverage(row: SourceWeights, least: float) -> bool:
-    share = 1.0 if row.said is None else float(row.said[row.changeable_tokens].double().mean())
+    share = 1.0 if row.weighted is None else float(row.weighted[row.changeable_tokens].double().mean())
     return share > 0 and share >= least
 
 

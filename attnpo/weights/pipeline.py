@@ -85,23 +85,24 @@ class SourceWeights:
     """Weights of one response, combined and post-processed, still on the source's tokens.
 
     ``row``: these tokens with the stored weights. ``realigned``: whether a round had different tokens. ``flat``:
-    whether a raw row was all 0 and became uniform. ``said``: mask of the tokens to which a partial source gave a
-    weight; None for sources that weigh every token. ``open``: mask of the tokens that transforms may change; None for
-    all. ``begins``: index of the first character that the source weighs, above 0 after a separately weighed trace.
+    whether a raw row was all 0 and became uniform. ``weighted``: mask of the tokens to which a partial source gave a
+    weight; None for sources that give every token a weight. ``changeable``: mask of the tokens that transforms may
+    change; None for all. ``begins``: index of the first character that the source weighs, above 0 after a separately
+    weighed trace.
     """
 
     row: TokenWeights
     weights: Float[Tensor, " n"]
     realigned: bool
     flat: bool = False
-    said: Bool[Tensor, " n"] | None = None
-    open: Bool[Tensor, " n"] | None = None
+    weighted: Bool[Tensor, " n"] | None = None
+    changeable: Bool[Tensor, " n"] | None = None
     begins: int = 0
 
     @property
     def changeable_tokens(self) -> Bool[Tensor, " n"]:
         """Returns a mask of the tokens that transforms may change."""
-        return torch.ones(self.weights.numel(), dtype=torch.bool) if self.open is None else self.open
+        return torch.ones(self.weights.numel(), dtype=torch.bool) if self.changeable is None else self.changeable
 
 
 class PairToWeigh(NamedTuple):
@@ -290,7 +291,7 @@ def _align_chunk(
     onto = [asked.encoded[side] for asked, _ in zip(chunk, done, strict=False) for side in SIDES]
     plain = [place for place, row in enumerate(rows) if not row.begins]
     landed = align_responses(
-        [(rows[place].row, rows[place].weights, rows[place].said) for place in plain],
+        [(rows[place].row, rows[place].weights, rows[place].weighted) for place in plain],
         [onto[place] for place in plain],
         method,
         _has_mean_end(source),
@@ -491,8 +492,8 @@ def _align_response(
     else:
         aligned = _align_row(base, weights, encoded.response_ids, places, method)
         weights, matched, arrived = aligned.weights, aligned.matched & holds, aligned.arrived
-        if finished.said is not None:
-            matched &= _align_row(base, finished.said.double(), encoded.response_ids, places, method).weights > 0
+        if finished.weighted is not None:
+            matched &= _align_row(base, finished.weighted.double(), encoded.response_ids, places, method).weights > 0
         weights = torch.where(holds, weights, 1.0 / base.token_ids.numel() if _has_mean_end(source) else 0.0)
     weighed = holds & (torch.arange(holds.numel()) >= count_tokens_before(finished.begins, encoded.offsets))
     trace = count_tokens_before(finished.begins, base.offsets.tolist()) if finished.begins else 0
