@@ -27,7 +27,7 @@ from attnpo.judge.settings import Assembly, Judge, TraceRules
 from attnpo.judge.traces import TraceCache
 from attnpo.judge.verdicts import measure_label_mass
 from attnpo.models.backbone import require_causal_lm
-from attnpo.models.described import check_exact_length, describe_model, stated_positions, token_rows
+from attnpo.models.described import check_exact_length, config_vocabulary_size, describe_model, max_positions
 from attnpo.models.loading import inspect_model, load_model, load_text_config, load_tokenizer, num_heads_from_config
 from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, UserError, check_choice
 from attnpo.system.machine import inference_device
@@ -156,14 +156,16 @@ class Weigher:
         self.tokenizer = _resolve_tokenizer(model, tokenizer, revision)
         stated = load_text_config(model, revision) if isinstance(model, str | Path) else require_causal_lm(model).config
         template_of_chat = read_template(chat_template)
-        self.chat = ChatFormat(self.tokenizer, template_of_chat, kwargs=chat_template_kwargs, rows=token_rows(stated))
+        self.chat = ChatFormat(
+            self.tokenizer, template_of_chat, kwargs=chat_template_kwargs, rows=config_vocabulary_size(stated)
+        )
         loaded = _resolve_model(model, dtype, revision, device)
         # Not the kernel it was loaded with.
         found = describe_model(type(loaded.config).from_dict(loaded.config.to_dict()))
         config, name = loaded.config.get_text_config(), str(loaded.config.name_or_path or found.name)
         check_exact_length(config, name, "max_length", max_length)
         template_text = None if wording is None else JudgeTemplate(wording)
-        self.prompts = JudgePromptBuilder(settings.prompt_rules(stated_positions(config)), self.chat, template_text)
+        self.prompts = JudgePromptBuilder(settings.prompt_rules(max_positions(config)), self.chat, template_text)
         if not found.layers:
             raise UserError(
                 f"no layer of {found.name} has softmax attention that can be read: {found.why}; give another model"

@@ -11,7 +11,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import Tally, encode_pair
 from attnpo.data.rules import LengthRules
 from attnpo.judge.base import WeightReader
-from attnpo.models.described import token_rows
+from attnpo.models.described import config_vocabulary_size
 from attnpo.models.generate import batch_longest_first
 from attnpo.models.layouts import Layout, padded_layout
 from attnpo.models.loading import load_model, load_text_config, load_tokenizer, resolve_attention, weights_fingerprint
@@ -238,7 +238,10 @@ class RunScorers(WeightReader):
             )
 
     def _check_sizes(self, source: ScoredSource) -> None:
-        sizes = {name: token_rows(load_text_config(*self.locate_model(scorer))) for name, scorer in self.models.items()}
+        sizes = {
+            name: config_vocabulary_size(load_text_config(*self.locate_model(scorer)))
+            for name, scorer in self.models.items()
+        }
         longest = max(self.chat.tokenizer.get_vocab().values())
         if self.chat.rows.count is not None:
             longest = min(longest, self.chat.rows.count - 1)  # training uses no larger ids

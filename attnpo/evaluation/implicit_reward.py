@@ -501,11 +501,11 @@ def _require_same_tokens(
     Raises:
         UserError: at least one token differs.
     """
-    from attnpo.models.described import token_rows
+    from attnpo.models.described import config_vocabulary_size
     from attnpo.models.loading import load_text_config, load_tokenizer
 
     own, other = subject.chat.tokenizer, load_tokenizer(reference, revision)
-    rows = token_rows(load_text_config(reference, revision))
+    rows = config_vocabulary_size(load_text_config(reference, revision))
     used = {index for one in examples for side in one.sides for index in (*side.prompt_ids, *side.response_ids)}
     known = other.get_vocab()
     wrong = [

@@ -152,12 +152,12 @@ def read_chat(
     path: str, revision: str | None, chat_template: str | None, part: str, fold_system: bool = False
 ) -> ChatFormat:
     """Reads a model's chat format; ``part`` is the config node with ``path`` and ``chat_template``, for messages."""
-    from attnpo.models.described import token_rows
+    from attnpo.models.described import config_vocabulary_size
     from attnpo.models.loading import load_text_config, load_tokenizer
 
     template = read_template(chat_template, f"{part}.chat_template")
     try:
-        tokenizer, rows = load_tokenizer(path, revision), token_rows(load_text_config(path, revision))
+        tokenizer, rows = load_tokenizer(path, revision), config_vocabulary_size(load_text_config(path, revision))
         return ChatFormat(tokenizer, template, fold_system=fold_system, part=part, rows=rows)
     except UserError as problem:
         raise UserError(f"{part}.path={path}: {problem}".replace("model.chat_", f"{part}.chat_")) from problem

@@ -17,7 +17,7 @@ from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.judge.settings import STOP, TOKEN_BUDGET, Judge
 from attnpo.judge.traces import TRACES, ReasoningJudge, TraceCache, TraceWriter, trace_key
 from attnpo.judge.verdicts import LabelMass, measure_label_mass
-from attnpo.models.described import describe_model, stated_positions, token_rows
+from attnpo.models.described import config_vocabulary_size, describe_model, max_positions
 from attnpo.models.generate import extra_end_ids
 from attnpo.models.loading import (
     inspect_model,
@@ -95,14 +95,14 @@ class RunJudge(AttentionReader):
                     "training tokens: choose a model folder with a tokenizer.json, or another judge"
                 )
         config = load_text_config(self.path, self.revision)
-        options, rows = judge.chat_template_kwargs, token_rows(config)
+        options, rows = judge.chat_template_kwargs, config_vocabulary_size(config)
         if not own:
             template, fallback = read_template(judge.chat_template, "judge.chat_template"), model.fallback_template
             chat = ChatFormat(self.tokenizer, template, fallback=fallback, kwargs=options, part="judge", rows=rows)
         asking = chat
         if own and judge.chat and options is not None:
             asking = ChatFormat(self.tokenizer, kwargs=options, part="judge", rows=rows)
-        self.prompts = JudgePromptBuilder(judge.prompt_rules(stated_positions(config)), asking, training=chat)
+        self.prompts = JudgePromptBuilder(judge.prompt_rules(max_positions(config)), asking, training=chat)
         self._store = store
 
     def describe_chat_template(self) -> str:

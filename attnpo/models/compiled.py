@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from attnpo.models.backbone import layer_stack, vocabulary_size
 from attnpo.models.layouts import Layout
-from attnpo.models.packed_attention import exclude_from_compile, prepare_graph
+from attnpo.models.packed_attention import exclude_buckets_from_compile, prepare_compiled_attention
 from attnpo.models.scored import ScoredLM
 from attnpo.models.trial import EXACT, make_small_copy
 from attnpo.schema import UserError
@@ -50,7 +50,7 @@ def compile_blocks(model: PreTrainedModel, backend: str) -> None:
     Call it after ``activation_checkpointing_enable``. Raises ``UserError`` if torch does not know the backend.
     """
     check_backend(backend)
-    exclude_from_compile()
+    exclude_buckets_from_compile()
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # an option named float32 gives float32
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     for block in layer_stack(model):
@@ -91,7 +91,7 @@ def check_compiled_blocks(
     trials = [(model.dtype if exact else torch.float32, False), *([] if exact and not autocast else [(None, autocast)])]
     for dtype, mixed in trials:
         try:
-            worst, gap = _find_problem(make_small_copy(model, device, dtype), backend, layout, autocast=mixed)
+            worst, gap = _find_largest_change(make_small_copy(model, device, dtype), backend, layout, autocast=mixed)
         except Exception as error:  # of any compiler, toolchain or model
             # After the first empty line, torch only explains how to get more traces.
             reason = str(error).partition("\n\n")[0]
@@ -113,7 +113,7 @@ def check_compiled_blocks(
         )
 
 
-def _find_problem(small: PreTrainedModel, backend: str, layout: Layout, *, autocast: bool) -> tuple[str, float]:
+def _find_largest_change(small: PreTrainedModel, backend: str, layout: Layout, *, autocast: bool) -> tuple[str, float]:
     """Compiles a small model's blocks; returns the name of the tensor that changes most, and by what share."""
     policy = ScoredLM(small)
     expected = _run_probe(policy, layout, autocast)
@@ -161,7 +161,7 @@ def _without_cache(run: Callable[Taken, Given], plain: Callable[Taken, Given]) -
         # Each layer has its own cache object, which grows with every call; every call would trigger a recompilation.
         if more.get("past_key_values") is not None:
             return plain(*arguments, **more)
-        prepare_graph((*arguments, *more.values()))
+        prepare_compiled_attention((*arguments, *more.values()))
         return run(*arguments, **more)
 
     return forward

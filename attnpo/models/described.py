@@ -124,7 +124,7 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     return parts[0] if len(parts) == 1 else model
 
 
-def token_rows(config: PretrainedConfig) -> int | None:
+def config_vocabulary_size(config: PretrainedConfig) -> int | None:
     """Returns the vocabulary size in a model's config; None if the config does not give it."""
     rows = getattr(config.get_text_config(), "vocab_size", None)
     return rows if isinstance(rows, int) else None
@@ -146,7 +146,7 @@ def values_per_layer(config: PretrainedConfig, name: str) -> list[int]:
 
 
 def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
-    """Returns the length to which a row's numbers do not depend on its batch, and the rope type; None if unlimited."""
+    """Returns the length up to which numbers do not depend on a row's batch, with the rope type; None: unlimited."""
     text = config.get_text_config()
     lengths = []
     for rope in _rope_settings(text):
@@ -162,7 +162,8 @@ def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
 def check_exact_length(config: PretrainedConfig, path: str, key: str, length: int) -> None:
     """Checks that rows of ``length`` tokens, set by ``key``, do not exceed the exact length of the model at ``path``.
 
-    Raises: UserError: the rows are longer.
+    Raises:
+        UserError: the rows are longer.
     """
     exact = exact_length(config)
     if exact is not None and length > exact[0]:
@@ -173,7 +174,7 @@ def check_exact_length(config: PretrainedConfig, path: str, key: str, length: in
         )
 
 
-def stated_positions(config: PretrainedConfig) -> int | None:
+def max_positions(config: PretrainedConfig) -> int | None:
     """Returns the number of positions that a config allows, including rope scaling; None if it gives none."""
     text = config.get_text_config()
     stated = max_over_layers(text, "max_position_embeddings")
@@ -194,7 +195,7 @@ def _rope_settings(text: PretrainedConfig) -> list[dict[str, Any]]:
 
 def position_warning(config: PretrainedConfig, path: str, key: str, length: int) -> str | None:
     """Returns a warning if ``length``, the value of ``key``, exceeds the positions of the model, else None."""
-    positions = stated_positions(config)
+    positions = max_positions(config)
     if positions is None or length <= positions:
         return None
     return (

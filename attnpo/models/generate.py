@@ -29,7 +29,7 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from attnpo.models.backbone import eval_mode, require_causal_lm
-from attnpo.models.described import check_exact_length, exact_length, token_rows
+from attnpo.models.described import check_exact_length, config_vocabulary_size, exact_length
 from attnpo.models.loading import load_config
 from attnpo.models.spec import BATCH_SIZE, TOKEN_BUDGET
 from attnpo.schema import Message, Sampling, UserError, digest
@@ -246,7 +246,7 @@ class RepetitionPenalties(LogitsProcessor):
 
 
 class _InverseSampling(LogitsProcessor):
-    """Logits processor that samples by inversion: keeps the token at which the cumulative probability passes a draw."""
+    """Logits processor that samples by inversion, with one random number per prompt and step: keeps the drawn token."""
 
     def __init__(self, uniforms: Float[Tensor, "rows steps"], width: int) -> None:
         self.uniforms, self.width = uniforms, width
@@ -292,7 +292,7 @@ def draw_uniforms(request: GenerationRequest, sampling: Sampling) -> Float[Tenso
 
 def padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> int:
     """Returns the tokenizer's padding id; if the model has no embedding for it, an end id, or else 0."""
-    rows, pad = token_rows(model.config), tokenizer.pad_token_id
+    rows, pad = config_vocabulary_size(model.config), tokenizer.pad_token_id
     known = [index for index in ([] if pad is None else [int(pad)]) + sorted(end_ids) if rows is None or index < rows]
     return known[0] if known else 0
 

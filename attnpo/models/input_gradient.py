@@ -130,7 +130,7 @@ def _embedding_module(policy: ScoredLM) -> nn.Module:
 
 @contextmanager
 def _hook_output(module: nn.Module, see: Callable[[Output], Tensor | None]) -> Iterator[None]:
-    """Calls ``see`` inside the context with each output of ``module``, which it may replace, if gradients are on."""
+    """Calls ``see`` inside the context with outputs of ``module``, which ``see`` may replace, if gradients are on."""
     handle = module.register_forward_hook(lambda _, __, made: see(made) if torch.is_grad_enabled() else None)
     try:
         yield

@@ -139,7 +139,7 @@ def _log_unshared_prompts() -> None:
 
 
 def _predict_index(sequences: Sequences, before: Sequence[int], starts: Sequence[int]) -> Int[Tensor, "rows R"]:
-    """Returns the flat index of the state that predicts each token: ``before`` for the first, else the token before."""
+    """Returns the flat index of the state that predicts each token: ``before`` for the first, then the token before."""
     index = torch.zeros(len(sequences), max(len(response) for _, response in sequences), dtype=torch.long)
     for row, (_, response) in enumerate(sequences):
         count = len(response)

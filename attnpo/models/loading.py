@@ -30,7 +30,13 @@ from transformers.utils import logging as library
 from transformers.utils.peft_utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, find_adapter_config_file
 
 from attnpo.config.named_files import read_template
-from attnpo.models.described import ModelDescription, build_on_meta, describe_model, token_rows, values_per_layer
+from attnpo.models.described import (
+    ModelDescription,
+    build_on_meta,
+    config_vocabulary_size,
+    describe_model,
+    values_per_layer,
+)
 from attnpo.models.kept_digests import cached_digest
 from attnpo.models.spec import ModelSpec
 from attnpo.models.trial import check_causal
@@ -410,7 +416,7 @@ def load_chat(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
         fallback=model.fallback_template,
         kwargs=model.chat_template_kwargs,
         fold_system=model.fold_system,
-        rows=token_rows(load_config(model.path, model.revision)),
+        rows=config_vocabulary_size(load_config(model.path, model.revision)),
     )
     chat.tokenizer.chat_template = with_default_template(chat.tokenizer, chat.chosen.text)
     return model, chat

@@ -534,7 +534,7 @@ class _SoftmaxAttention:
         return (weights.view(count, groups, -1, seen) @ value).view(count, heads, width, value.shape[3])
 
 
-def exclude_from_compile() -> None:
+def exclude_buckets_from_compile() -> None:
     """Makes ``torch.compile`` trace single-call attention but not bucketed attention, whose shapes vary."""
     import torch.compiler
 
@@ -542,7 +542,7 @@ def exclude_from_compile() -> None:
     _outside = torch.compiler.disable(_attend_by_parts)  # type: ignore[no-untyped-call]
 
 
-def prepare_graph(arguments: Iterable[object]) -> None:
+def prepare_compiled_attention(arguments: Iterable[object]) -> None:
     """Precomputes the row data for single-call attention, so that a graph sees only tensors and plain numbers."""
     told = list(arguments)
     for plan in told:

@@ -40,7 +40,7 @@ That bound is ``probe_bound``.
 
 
 class BlockRecorder:
-    """Recorder of the block in which a forward pass is, counted from 1, and of each block's output."""
+    """Recorder of the block that a forward pass is running, counted from 1, and of each block's output."""
 
     def __init__(self, backbone: nn.Module) -> None:
         self.blocks = layer_stack(backbone)
@@ -104,7 +104,8 @@ def check_causal(model: PreTrainedModel, path: str) -> None:
 
     If any bit changes in low precision, the check is repeated in float32 on a few layers like the model's.
 
-    Raises: UserError: the model fails, or a later token changes the logits of earlier tokens.
+    Raises:
+        UserError: the model fails, or a later token changes the logits of earlier tokens.
     """
     ids = torch.arange(3, 9, device=model.device).repeat(4, 1)
     ids[1:, -1] += torch.arange(1, 4, device=model.device)
@@ -211,12 +212,12 @@ def select_layout(
 def _check_padding_invariance(model: ScoredLM) -> None:
     """Raises ``UserError`` if a row's numbers depend on its batch; a small copy decides in low precision."""
     what = type(model.model).__name__
-    gap, bound = _gap_beside_rows(model)
+    gap, bound = _find_padding_gap(model)
     if not gap > bound:  # non-finite numbers are rejected elsewhere
         return
     if (dtype := model.model.dtype) not in EXACT:
         rounded, small = gap, ScoredLM(make_small_copy(model.model, model.model.device, torch.float32))
-        gap, bound = _gap_beside_rows(small)
+        gap, bound = _find_padding_gap(small)
         if not gap > bound:
             log.info(
                 "log-probabilities of %s change by %.2g with longer rows in the batch; this is rounding in %s, because "
@@ -230,7 +231,7 @@ def _check_padding_invariance(model: ScoredLM) -> None:
     )
 
 
-def _gap_beside_rows(model: ScoredLM) -> tuple[float, float]:
+def _find_padding_gap(model: ScoredLM) -> tuple[float, float]:
     """Returns the difference between single rows and the same rows in a padded batch, and the bound for rounding."""
     together = _run_probe(model, padded_layout)
     assert together.hidden is not None
@@ -282,12 +283,14 @@ def _find_problem(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None
             gap = _describe_gap(stats, expected)
             if gap is not None:
                 return f"{where}gives other numbers ({gap}): some layer does not respect the segments of a row"
-        elif (rows := _reached_rows(model, LAYOUTS[wanted], mode)) and not _reached_rows(model, padded_layout, mode):
+        elif (rows := _rows_changed_by_others(model, LAYOUTS[wanted], mode)) and not _rows_changed_by_others(
+            model, padded_layout, mode
+        ):
             return (
                 f"{where}gives sequences numbers that change with the tokens of others ({len(rows)} of "
                 f"{2 * len(PROBE)} sequences): some layer does not respect the segments of a row"
             )
-        elif blind := _blind_rows(model, LAYOUTS[wanted], mode):
+        elif blind := _rows_ignoring_prompt(model, LAYOUTS[wanted], mode):
             return (
                 f"{where}gives {len(blind)} of {2 * len(PROBE)} sequences numbers that do not change with their prompts"
             )
@@ -316,7 +319,7 @@ def _is_deterministic_in_training(model: ScoredLM) -> bool:
     return _describe_gap(found[1], found[0]) is None
 
 
-def _reached_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
+def _rows_changed_by_others(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
     """Returns the rows in which any bit changes with the tokens of other rows; empty if a rerun changes bits, too."""
     base = _run_probe(model, layout, mode=mode)
     found = set()
@@ -330,7 +333,7 @@ def _reached_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
     return sorted(found)
 
 
-def _blind_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
+def _rows_ignoring_prompt(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
     """Returns the rows whose first response token ignores the last token of the prompt."""
     base, other = (_run_probe(model, layout, mode=mode, kept=kept, last=True) for kept in (None, RESPONSES))
     assert base.hidden is not None and other.hidden is not None

@@ -97,7 +97,7 @@ class ObjectivePart:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthScaled(ObjectivePart):
-    """Part of objectives that multiply weighted sums by |y|: its config keys, and access to the rows."""
+    """Part of objectives that multiply weighted sums by |y|: config keys, and access to weights, mask and lengths."""
 
     length_scale: bool = True
     length_from: LengthFrom = LengthFrom.SOURCE
@@ -166,7 +166,7 @@ class StepObjective(PreferenceObjective, Protocol):
 def log_ratios(
     policy_logps: Float[Tensor, "rows R"], reference_logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]
 ) -> Float[Tensor, "rows R"]:
-    """Returns per-token ``d = log pi - log ref``, 0 outside the response; subtracts before any sum."""
+    """Returns per-token ``d = log pi - log ref``, 0 outside the response; subtracts per token, before any sum."""
     difference = policy_logps - reference_logps.to(policy_logps.dtype)
     return torch.where(mask, difference, torch.zeros_like(difference))
 

@@ -77,9 +77,9 @@ class DPO(SftTerm):
         """Computes losses and rewards ``beta S(d)`` of the batch."""
         given = policy.logps, logps_of(reference), batch.main.response_mask, self.beta
         output = dpo_loss(*given, self.label_smoothing, self.loss_type, self.clip_ratio)
-        return self.with_terms(output, policy, batch)
+        return self.with_sft_and_anchor(output, policy, batch)
 
-    def with_terms(
+    def with_sft_and_anchor(
         self, output: ObjectiveOutput, policy: TokenStats, batch: PreferenceBatch, shares: Tensor | None = None
     ) -> ObjectiveOutput:
         """Adds the SFT term and the anchor to the output; ``shares`` as in ``with_anchor``."""

@@ -29,7 +29,8 @@ STATISTIC = "kl_ref_policy"
 def reference_kl(policy: TokenStats) -> Float[Tensor, "rows R"]:
     """Returns KL(ref || policy) at each token.
 
-    Raises: ValueError: the KL was not computed for the batch.
+    Raises:
+        ValueError: the KL was not computed for the batch.
     """
     if STATISTIC not in policy.joint:
         raise ValueError(f"this objective needs joint:{STATISTIC}, but it was not computed for the batch")

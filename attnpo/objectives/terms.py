@@ -173,7 +173,7 @@ class AnchorOn(Enum):
 
 
 def low_shares(rows: RowGroup) -> Float[Tensor, "rows R"]:
-    """Returns the share of each token for ``AnchorOn.LOW``."""
+    """Returns the share of each token's KL that ``AnchorOn.LOW`` penalises."""
     weights = rows.token_weights["reward"]
     if not rows.factors:
         weights = weights * rows.response_mask.sum(-1, keepdim=True).to(weights.dtype)

@@ -109,7 +109,7 @@ class TwDPO(LengthScaled, DPO):
         options = self.label_smoothing, self.loss_type, self.clip_ratio
         output = twdpo_loss(*given) if options == NO_OPTIONS else twdpo_variant_loss(*given, *options)
         shares = low_shares(batch.main) if self.anchor and self.anchor_on is AnchorOn.LOW else None
-        return self.with_terms(output, policy, batch, shares)
+        return self.with_sft_and_anchor(output, policy, batch, shares)
 
 
 def otpo_loss(

@@ -14,7 +14,7 @@ from attnpo.judge.base import WeightReader
 from attnpo.judge.causal_judge import RewardModel
 from attnpo.judge.judge import AttentionReader
 from attnpo.judge.layers import Depth
-from attnpo.models.described import token_rows
+from attnpo.models.described import config_vocabulary_size
 from attnpo.models.generate import extra_end_ids, make_chat_generator, max_sequence_length
 from attnpo.models.loading import (
     inspect_model,
@@ -126,7 +126,7 @@ class RunVerbalizer(WeightReader):
         self.chat = chat
         if not own:
             tokenizer = load_tokenizer(self.path, self.revision)
-            rows = token_rows(load_text_config(self.path, self.revision))
+            rows = config_vocabulary_size(load_text_config(self.path, self.revision))
             template = read_template(verbalizer.chat_template, "verbalizer.chat_template")
             fallback = model.fallback_template
             self.chat = ChatFormat(tokenizer, template, fallback=fallback, part="verbalizer", rows=rows)
@@ -262,7 +262,7 @@ class RunReward(AttentionReader):
             )
         self.settings, self.path, self.revision, self.dtype = source, source.path, source.revision, source.dtype
         self.tokenizer = load_tokenizer(self.path, self.revision)
-        rows = token_rows(load_text_config(self.path, self.revision))
+        rows = config_vocabulary_size(load_text_config(self.path, self.revision))
         template = read_template(source.chat_template, "weights.chat_template")
         self.chat = ChatFormat(self.tokenizer, template, fallback=fallback, part="weights", rows=rows)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaConfig
 
 from attnpo.judge.causal_judge import CausalJudge, kernel_for
-from attnpo.models.described import check_exact_length, describe_model, exact_length, position_warning, stated_positions
+from attnpo.models.described import check_exact_length, describe_model, exact_length, max_positions, position_warning
 from attnpo.models.generate import context_length
 from attnpo.models.loading import inspect_model, load_model, num_heads
 from attnpo.models.memory import ModelShape, count_parameters
@@ -229,10 +229,10 @@ def test_positions_are_those_stated_or_those_that_a_stretched_rope_was_made_for(
         return LlamaConfig(max_position_embeddings=4096, **more)
 
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 2048}
-    assert stated_positions(llama()) == 4096
-    assert stated_positions(llama(rope_parameters=rope)) == 8192
-    assert stated_positions(llama(rope_parameters={**rope, "factor": 1.5})) == 4096
-    assert stated_positions(BloomConfig()) is None  # no positions, whose attention falls off with the distance
+    assert max_positions(llama()) == 4096
+    assert max_positions(llama(rope_parameters=rope)) == 8192
+    assert max_positions(llama(rope_parameters={**rope, "factor": 1.5})) == 4096
+    assert max_positions(BloomConfig()) is None  # no positions, whose attention falls off with the distance
     assert position_warning(llama(), "here", "lengths.max_length", 4096) is None
     said = position_warning(llama(), "here", "lengths.max_length", 4097)
     assert said is not None and "here has 4096 positions" in said and "set lengths.max_length=4096 or lower" in said

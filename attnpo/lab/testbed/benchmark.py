@@ -97,7 +97,7 @@ class TestbedBenchmark:
 
     @cached_property
     def _baseline_answers(self) -> Mapping[str, str]:
-        from attnpo.models.described import token_rows
+        from attnpo.models.described import config_vocabulary_size
         from attnpo.models.generate import make_chat_generator
         from attnpo.models.loading import load_model, load_text_config, load_tokenizer
         from attnpo.text.chat import ChatFormat
@@ -105,7 +105,9 @@ class TestbedBenchmark:
         if self.baseline is None:
             return {}
         try:
-            chat = ChatFormat(load_tokenizer(self.baseline), rows=token_rows(load_text_config(self.baseline, None)))
+            chat = ChatFormat(
+                load_tokenizer(self.baseline), rows=config_vocabulary_size(load_text_config(self.baseline, None))
+            )
             generator = make_chat_generator(load_model(self.baseline), chat, batch_size=256)
         except UserError as problem:
             raise UserError(f"benchmark.baseline={self.baseline}: {problem}") from problem
