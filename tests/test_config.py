@@ -261,7 +261,7 @@ def test_a_value_read_from_another_key_is_reported_where_it_is_set() -> None:
 @pytest.mark.parametrize("reads", ["path.grammar", "weights.limit.size.x"])
 def test_a_value_read_below_a_null_is_said_in_words(reads: str) -> None:
     empty = reads.partition(".grammar")[0].removesuffix(".size.x")
-    advice = f"`{empty}` is null in this setting: omit setting= (testbed), or choose another option of `weights`"
+    advice = f"`{empty}` is null in this setting: set setting=testbed, or choose another option of `weights`"
     assert refused(f"weights.sink.tokens=${{{reads}}}") == f"weights.sink.tokens (read from {reads}): {advice}"
     cfg = config.compose("fit", [f"weights.sink.tokens=${{{reads}}}"])
     for failing in (lambda: config.instantiate(cfg.weights), lambda: config.to_container(cfg)):
@@ -930,7 +930,7 @@ def test_options_of_the_testbed_say_what_they_lack_elsewhere(overrides: list[str
     with pytest.raises(UserError) as caught:
         config.validate(cfg, complete=False)
     assert str(caught.value) == (
-        f"{key} (read from prepare.grammar): `prepare` is null in this setting: omit setting= (testbed), or "
+        f"{key} (read from prepare.grammar): `prepare` is null in this setting: set setting=testbed, or "
         f"choose another option of `{key.partition('.')[0]}`"
     )
 

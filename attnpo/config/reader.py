@@ -215,7 +215,7 @@ def to_plain_values(node: object, path: str, problems: list[str], origins: dict[
         except OmegaConfBaseException as error:
             why = str(error).splitlines()[0]
             if origin is not None and (empty := _null_parent(node, origin[1])) is not None:
-                why = f"`{empty}` is null in this setting: omit setting= (testbed), or choose another option of "
+                why = f"`{empty}` is null in this setting: set setting=testbed, or choose another option of "
                 why += f"`{join_key(path, key).partition('.')[0]}`"
             problems.append(f"{join_key(path, key)}: {why}")
             item = ABSENT
