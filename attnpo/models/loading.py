@@ -312,7 +312,7 @@ def _check_no_adapter(source: Path | str, revision: str | None = None) -> None:
     merged = "give a folder in which the adapter is merged into its base (peft's merge_and_unload)"
     if isinstance(source, Path) and not _weight_files(source):
         raise UserError(
-            f"{source} contains an adapter without base weights (adapter_config.json): {merged}, such as best/ or "
+            f"{source} contains an adapter without base weights (adapter_config.json): {merged}, e.g. best/ or "
             "last/ of a run"
         )
     raise UserError(

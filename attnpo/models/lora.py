@@ -347,7 +347,7 @@ def describe_adapter_coverage(model: PreTrainedModel, spec: LoraSpec) -> str:
             stacked, first = stacked + parameter.numel(), first or name
     words = f"model.lora: adapters on {len(targets)} linear modules"
     words += f" and {len(experts)} tensors of fused experts" if experts else ""
-    words += f", which hold {reached / total:.0%} of the parameters"
+    words += f", which contain {reached / total:.0%} of the parameters"
     if stacked:
         words += f"; {stacked / total:.0%} are fused expert weights without an adapter ({first})"
         words += "; set model.lora.dropout=0 to adapt those that can be" if spec.dropout else ""

@@ -94,7 +94,8 @@ def _reward_head(model: PreTrainedModel) -> nn.Linear:
 def _check_plain_head(model: PreTrainedModel, head: nn.Linear) -> None:
     """Checks on one row that the model's reward is ``head`` applied to the last token's final state.
 
-    Raises: UserError: the reward differs.
+    Raises:
+        UserError: the reward differs.
     """
     ids = torch.arange(3, 9, device=head.weight.device)[None]
     pad, model.config.pad_token_id = model.config.pad_token_id, None  # one row, of which every token counts

@@ -153,7 +153,7 @@ class OTPO:
         check_beta(self.beta, self.label_smoothing)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Computes losses and rewards like ``otpo_loss``; ValueError if the weights are a distribution."""
+        """Computes losses and rewards like ``otpo_loss``; raises ValueError if the weights are a distribution."""
         rows = batch.main
         if not rows.factors:
             raise ValueError("OTPO needs factors, but the batch's token weights are a distribution")

@@ -150,13 +150,13 @@ def test_the_log_says_which_share_adapters_reach() -> None:
     total = sum(part.numel() for part in parameters.values())
     assert stacked > 0 and reached > 0
     assert (
-        f"fused experts, which hold {(reached + stacked) / total:.0%} of the parameters"
+        f"fused experts, which contain {(reached + stacked) / total:.0%} of the parameters"
         in describe_adapter_coverage(routed, SPEC)
     )
     assert "without an adapter" not in describe_adapter_coverage(routed, SPEC)
     said = describe_adapter_coverage(routed, LoraSpec(dropout=0.1))
     assert said.endswith("; set model.lora.dropout=0 to adapt those that can be")
-    assert f"which hold {reached / total:.0%} of the parameters" in said
+    assert f"which contain {reached / total:.0%} of the parameters" in said
     assert f"{stacked / total:.0%} are fused expert weights without an adapter" in said and "experts." in said
     assert "experts" not in describe_adapter_coverage(tiny_model("llama"), SPEC)
 

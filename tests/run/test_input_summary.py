@@ -194,7 +194,7 @@ def test_the_shares_that_adapters_and_four_bits_reach_are_told(world: World, cap
     log_model(ModelSpec(str(world.model), lora=LoraSpec(), quantize="nf4"))
     shape = ModelShape.from_model_config(load_config(world.model))
     share = f"{shape.linear / shape.parameters:.0%} of the parameters"
-    assert f"model.lora: adapters on 14 linear modules, which hold {share}" in caplog.text
+    assert f"model.lora: adapters on 14 linear modules, which contain {share}" in caplog.text
     assert f"model.quantize: {share} (the blocks' linear modules) are stored in 4 bits" in caplog.text
 
 
