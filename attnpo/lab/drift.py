@@ -63,9 +63,9 @@ class ResponseShift:
     """Shift of the policy on one response, token by token.
 
     ``kl``: KL(policy || base) over the whole vocabulary, in nats, per token. ``gain``: log-probability of the response
-    under the policy minus that under the base, in nats. ``ends``: mask of the end-of-turn tokens. ``weights``: relative
-    to uniform (|y| w); None if unknown. ``decisive``: mask of the tokens that decide the true reward; None if it is
-    unknown.
+    under the policy minus that under the base, in nats. ``ends``: mask of the end-of-turn tokens. ``weights``: weights
+    relative to uniform (|y| w); None if unknown. ``decisive``: mask of the tokens that decide the true reward; None if
+    it is unknown.
     """
 
     kl: Row
@@ -307,7 +307,7 @@ def decile_means(order: Row, values: Mapping[str, Row]) -> dict[str, dict[str, J
 def weight_classes(weights: Row, ends: Flags) -> dict[str, Flags]:
     """Returns a token mask per weight class; every token is in exactly one class.
 
-    Classes: end of turn; no weight (the token matches none of the judge's, or the judge gave it none); below uniform;
+    Classes: end of turn; no weight (the token matches no token of the judge, or was given no weight); below uniform;
     uniform or more.
     """
     low = weights < 1 - ROUNDING

@@ -17,7 +17,7 @@ class AutoLayer(LayerRules):
     def resolve_layer(self, source: Any, readers: Any, train: Any) -> tuple[Any, Mapping[str, object] | None]:
         """Replaces ``layer=auto`` by the layer found on ``train``; returns the weights and a record of the search.
 
-        Returns the weights unchanged and None if their layer is not ``auto``.
+        If the layer of the weights is not ``auto``, returns them unchanged, and None as the record.
         """
         if not needs_layer_search(source):
             return source, None

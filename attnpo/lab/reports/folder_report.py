@@ -197,7 +197,7 @@ def join_printed_rows(ours: Sequence[ResultTable], path: Path) -> tuple[list[Key
 
 
 def read_printed_rows(path: Path, table: KeyedTable) -> PublishedTable:
-    """Reads a file of printed numbers with our key columns; without arms (or runs), its column of methods is used.
+    """Reads a file of printed numbers with our key columns; if it has no arms (or runs), its methods are used.
 
     Raises UserError if the file has neither column.
     """

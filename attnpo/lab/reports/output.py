@@ -57,7 +57,7 @@ def publish_report(
 
 
 def terminal_sections(table: KeyedTable, by: str | None) -> list[Section]:
-    """Formats a table for the terminal: headers wrap at words, and its parts are printed side by side."""
+    """Formats a table for the terminal: headers wrap at words, and parts of the table are side by side."""
     table = drop_constant_columns(table)
     digits = {name.replace("_", " "): count for name, count in table.digits.items()}
 
@@ -82,7 +82,7 @@ def terminal_sections(table: KeyedTable, by: str | None) -> list[Section]:
 
 
 def drop_constant_columns(table: KeyedTable) -> KeyedTable:
-    """Drops the columns of a run table that are the same in all rows, and puts their values into its title."""
+    """Drops the columns of a run table that are the same in all rows, and adds their values to the title."""
     if table.keys != RUNS or len(table.rows) < 2:
         return table
     first = table.rows[0]

@@ -258,8 +258,8 @@ def measure_judge(
     - ``no_label``: share of verdicts whose most likely token is not a label.
     - ``label_mass``, ``label_mass_low``: probability of both labels at the verdict position, mean and lowest decile.
     - ``written``: most likely tokens at that position as text, with the number of prompts.
-    - ``answer_tokens``: share of a prompt's tokens that belong to the answers; uniform attention would give them as
-      much.
+    - ``answer_tokens``: share of a prompt's tokens that belong to the answers; uniform attention would give them this
+      share.
     - ``full``: mean log-odds of the judge's verdict on whole responses; no fall can be larger.
     - ``coverage``, ``source_coverage``: shares of the training tokens, and of the judge's tokens, that are aligned.
     - ``cost``: cost of a judge pass over all pairs; ``removals`` counts the extra prompts with removed tokens.
@@ -338,7 +338,7 @@ def measure_layer_attention(
       ``second``: its parts on the answer shown first and second.
     - ``effective``, ``effective_share``: effective number of finished weights per response, absolute and relative.
     - ``kept_mass_chosen``, ``kept_mass_rejected``: share of the weights that reaches the training tokens; ``lost``: a
-      warning if much of it does not, else None.
+      warning if much of the weight is lost, else None.
     - ``truth``: share of the weights on tokens that decide the true reward; None if unknown.
     - ``fall``, ``random``, ``gain``: None here; ``measure_removal`` computes them.
     """
@@ -583,7 +583,7 @@ OF_VERDICTS = {
 
 
 def passport_sections(found: Passport, *, short: bool = False) -> list[Section]:
-    """Returns the passport as page sections, rating first; ``short``: for a terminal of 80 columns."""
+    """Returns the passport as page sections, rating first. ``short``: whether to fit a terminal of 80 columns."""
     shown = [
         _assessment_section(found["judgement"], short),
         _verdicts_section(found),

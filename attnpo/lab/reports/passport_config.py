@@ -60,7 +60,7 @@ class PassportConfig(FitConfig):
         return {**super().unused_keys(), **dict.fromkeys(TRAINING, reason), **own}
 
     def command_digest(self) -> str:
-        """Returns a digest of all settings of the command, which identifies its folder."""
+        """Returns a digest of all settings of the command, which identifies the report's folder."""
         return digest({key: value for key, value in self.values.items() if key not in PLACES})[:16]
 
     def report_folder(self) -> Path:

@@ -60,7 +60,7 @@ Cells = dict[str, Cell]
 
 
 def column_name(result: EvaluationResult, score: str) -> str:
-    """Returns a score's column name: the paper's name, else the benchmark with the score (main scores: alone)."""
+    """Returns a score's column name: the paper's, else the benchmark's, with the score appended if not the main one."""
     main = score == result.main
     named = PAPER.get((result.benchmark, score)) or (PAPER.get((result.benchmark, MAIN)) if main else None)
     return named or (result.benchmark if main else f"{result.benchmark} {score}")

@@ -33,9 +33,9 @@ PAGE = "explorer.html"
 def write_weight_explorer(cfg: ReportConfig, folder: Path) -> None:
     """Writes ``explorer.html`` with the first ``cfg.explorer`` training pairs to ``folder``.
 
-    ``cfg.against``: overrides that turn this configuration into the second source's; a word without ``=`` is an option
-    of ``weights``. Also shows the reference's log-probabilities of a pair if they are in the store. Raises UserError if
-    a source computes its weights in training, or if the two sources have different training tokens.
+    ``cfg.against``: overrides that turn this configuration into that of the second source; a word without ``=`` is an
+    option of ``weights``. Also shows the reference's log-probabilities of a pair if they are in the store. Raises
+    UserError if a source computes its weights in training, or if the two sources have different training tokens.
     """
     configs = [cfg]
     more = [word if "=" in word else f"weights={word}" for word in shlex.split(cfg.against or "")]

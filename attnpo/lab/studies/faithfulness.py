@@ -53,7 +53,7 @@ ROLLOUT, EQUAL, TRUTH = "rollout", "equal weights", "true importance"
 
 @dataclass(frozen=True)
 class Faithfulness:
-    """Faithfulness of every layer, on ``pairs`` pairs in order of pair id: training pairs first, then validation pairs.
+    """Measurement of how faithful each layer is, on ``pairs`` pairs in order of pair id, training pairs first.
 
     For each of ``shares``, the judge is asked without the top-weighted tokens of both responses, and with these tokens
     alone. The verdicts are compared with those for ``draws`` random sets of equally many tokens at the same positions,

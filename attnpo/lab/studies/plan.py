@@ -48,7 +48,7 @@ class TimeEstimate:
         )
 
     def add_preparation_time(self, seconds: float) -> None:
-        """Adds the time that preparing the base, pairs and judge pass of one seed took."""
+        """Adds the time taken to prepare the base, pairs and judge pass of one seed."""
         self._prepared, self._preparing = self._prepared + 1, self._preparing + seconds
 
     def add_point_time(self, seconds: float) -> None:

@@ -45,7 +45,8 @@ def check_prediction_arms(study: Study, arms: Sequence[Arm]) -> None:
 def register_predictions(study: Study, folder: Path) -> list[str]:
     """Saves a study's predictions in its folder before any point runs; returns warnings for the report.
 
-    Once a point has finished, saved predictions are not replaced; a warning says so if the current predictions differ.
+    Once a point has finished, saved predictions are not replaced; a warning is returned if the current predictions
+    differ.
     """
     if study.predictions is None:
         return []
@@ -138,7 +139,7 @@ def decide_claim(found: Interval | None) -> str:
 
 
 def measure_claim(outcome: Outcome, claim: Claim) -> tuple[Interval | None, bool]:
-    """Measures a claim: the reward of ``above`` minus that of ``below``, and whether this is at equal KL.
+    """Measures a claim; returns the reward of ``above`` minus that of ``below``, and whether this is at equal KL.
 
     The difference is paired by seed and prompt; it is None if an arm has no value at the level or no seed is shared.
     """

@@ -44,7 +44,7 @@ class TrainedScorers:
 
     @property
     def model_paths(self) -> dict[str, str]:
-        """Returns the model folders by name."""
+        """Returns the model folders by name of the scorer."""
         return {name: str(run.model) for name, run in self.runs.items()}
 
     @property
@@ -164,7 +164,7 @@ def _scorer_folder_name(name: str, seed: int, made: ComposedConfig, facts: Mappi
 
 
 def with_checkpoint(made: ComposedConfig) -> ComposedConfig:
-    """Returns the config with checkpoints on, so that the run saves its final model."""
+    """Returns the config with checkpoints turned on, so that the run saves its final model."""
     return made.with_values({"callbacks.checkpoints": True}, ["callbacks.checkpoints=true"])
 
 

@@ -246,7 +246,7 @@ def quote(text: str) -> str:
 
 @dataclass(frozen=True)
 class WorldAxis:
-    """X axis named ``label``, with the position of each world in ``at``; plotted are the gains of ``arms``."""
+    """X axis named ``label``, along which the gains of ``arms`` are plotted. ``at``: position of each world."""
 
     label: str
     at: dict[str, float]

@@ -224,7 +224,7 @@ class ArmAtLevel:
 
     @property
     def is_at_equal_kl(self) -> bool:
-        """Returns whether there is a difference and it is at equal KL."""
+        """Returns whether the arm has a difference to the control, at equal KL."""
         return self.versus is not None and not self.mark
 
     @property
@@ -467,7 +467,7 @@ def _ranking_rows(outcome: Outcome, world: str) -> Iterator[Row]:
 def mean_ranks(scores: Mapping[str, list[float]], higher: Sequence[bool] | None = None) -> dict[str, float]:
     """Returns each name's mean rank over its scores (1 is best); leaves out names with a non-finite score.
 
-    ``higher``: whether higher is better, per column of scores (None: for all columns).
+    ``higher``: whether higher is better, per column of scores (None: higher is better in every column).
     """
     whole = {name: row for name, row in scores.items() if row and all(map(math.isfinite, row))}
     if not whole:
