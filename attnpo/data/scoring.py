@@ -255,7 +255,7 @@ class RunScorers(WeightReader):
             stated = " and ".join(f"weights.{name} has {size}" for name, size in sizes.items())
             raise UserError(
                 f"the two scorers' distributions are compared token by token, but their vocabularies differ in size "
-                f"({stated}): use models with heads of the same size"
+                f"({stated}): use models with the same vocabulary size"
             )
 
     def _check_distinct(self) -> None:

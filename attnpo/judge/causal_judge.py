@@ -255,12 +255,14 @@ class CausalJudge:
             expected = self.model(input_ids=ids, use_cache=False).logits[rows, last]
             problem = "none of its layers goes through transformers' AttentionInterface"
             if self.kernel != MAPS:
-                problem = self._find_read_problem(prompts, expected, at) or ""
+                problem = self._find_unreadable_attention(prompts, expected, at) or ""
             if problem:
                 self._switch_to_maps(prompts, problem)
         self._readable = True
 
-    def _find_read_problem(self, prompts: Sequence[Sequence[int]], expected: Tensor, at: BlockRecorder) -> str | None:
+    def _find_unreadable_attention(
+        self, prompts: Sequence[Sequence[int]], expected: Tensor, at: BlockRecorder
+    ) -> str | None:
         """Returns the reason why the attention cannot be read, naming the layer; None if it can be read."""
         untapped = at.outputs.copy()
         try:

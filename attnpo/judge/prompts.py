@@ -24,7 +24,7 @@ import numpy as np
 from attnpo.judge.base import JudgePrompt
 from attnpo.judge.settings import Assembly, JudgeRules, SpanMode, TraceRules
 from attnpo.schema import SIDES, Message, PreferencePair, UserError, digest
-from attnpo.text.chat import SENTINEL, ChatFormat, check_surrogates, locate_in_frame, split_frame
+from attnpo.text.chat import SENTINEL, ChatFormat, check_surrogates, locate_answer_in_rendered_turn, split_frame
 from attnpo.text.ranges import Range, as_array, as_ranges, extend_over_gaps
 from attnpo.text.traces import weighted_start
 
@@ -159,8 +159,8 @@ def label_token_ids(chat: ChatFormat, prompt: str, labels: Sequence[str], key: s
 def check_prefill(chat: ChatFormat, prompt: str, prefill: str, labels: Sequence[str]) -> None:
     """Raises UserError unless ``prompt``, which ends in ``prefill``, has the same tokens whichever label follows.
 
-    Otherwise the position before the label would not occur when the model itself writes the label: the tokenizer drops
-    trailing whitespace, or merges the end of the prefill with the label.
+    Otherwise the label would be scored after other tokens than those the model sees when it writes the label itself:
+    the tokenizer drops trailing whitespace, or merges the end of the prefill with the label.
     """
     before, places = chat.tokenize(prompt)
     if not prefill.strip() or not places or places[-1][1] < len(prompt):
@@ -171,7 +171,7 @@ def check_prefill(chat: ChatFormat, prompt: str, prefill: str, labels: Sequence[
     for label in labels:
         whole, _ = chat.tokenize(prompt + label)
         if whole[: len(before)] != before:
-            advice = f"end the prefill before the letter's token, or begin the labels with a blank ({' ' + label!r})"
+            advice = f"end the prefill before the letter's token, or begin the labels with a space ({' ' + label!r})"
             if prefill[-1].isspace():
                 cut = prefill.rstrip()
                 advice = f"set judge.prefill={cut!r} and begin the labels with {prefill[len(cut) :]!r}"
@@ -500,7 +500,7 @@ class JudgePromptBuilder:
         if not self.rules.chat:
             return text + prefill, 0, 0, len(text)
         full = self._render_chat(text)
-        place = locate_in_frame(full, self._frame, text)
+        place = locate_answer_in_rendered_turn(full, self._frame, text)
         if place is None:
             raise UserError(
                 "the chat template changes a user message by more than trimming whitespace at its ends, so the "

@@ -60,7 +60,8 @@ class DriftSettings:
     ) -> dict[str, Json]:
         """Measures and returns the content of ``RunResult.drift``; empty if ``pairs`` is 0.
 
-        ``readers``: readers that compute the run's weights, with its base. ``reference``: kind of the run's reference.
+        ``readers``: compute the run's weights, from its base model where they need one. ``reference``: type of the
+        run's reference.
         ``sampled``: pairs with the policy's answers as chosen and the base's as rejected.
         """
         if not self.pairs:

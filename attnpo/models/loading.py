@@ -221,7 +221,7 @@ def num_layers(path: str | Path, revision: str | None = None) -> int:
     """
     depth = getattr(load_text_config(path, revision), "num_hidden_layers", None)
     if not isinstance(depth, int):
-        raise UserError(f"{path}: its config.json has no num_hidden_layers: choose a causal text model")
+        raise UserError(f"{path}: its config.json has no num_hidden_layers; choose a causal language model")
     return depth
 
 

@@ -1,7 +1,7 @@
 """Reward model as a policy: its rewards take the place of log-probabilities, so that objectives can train it.
 
 The reward is placed on the last token of each row and all other tokens get 0, so the sum over a response is its reward;
-at beta 1, CPO's loss of the margin is then the Bradley-Terry loss.
+at beta 1, CPO's loss on the reward margin is then the Bradley-Terry loss.
 """
 
 from collections.abc import Collection, Sequence

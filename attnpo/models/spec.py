@@ -93,8 +93,8 @@ class ModelSpec:
         compiler = None if self.compile == AUTO else self.compile
         if balance and compiler:
             raise UserError(
-                f"model.router_aux_loss_coef={balance:g} needs the router logits inside the blocks, which compiled "
-                "blocks do not return: set model.compile=null"
+                f"model.router_aux_loss_coef={balance:g} needs each block's router logits, but compiled blocks do "
+                "not return them: set model.compile=null"
             )
         parts = {"lora": self.lora, "quantize": self.quantize, "compile": compiler, "router_aux_loss_coef": balance}
         given = [name for name, value in parts.items() if value is not None]
@@ -128,7 +128,7 @@ class ModelSpec:
         if self.reward:
             return None, "for a reward model"
         if self.router_aux_loss_coef:
-            return None, "with model.router_aux_loss_coef, which needs router logits inside the blocks"
+            return None, "with model.router_aux_loss_coef, which needs each block's router logits"
         return COMPILER, "on a CUDA device"
 
     def memory_choices(self) -> list["ModelSpec"]:

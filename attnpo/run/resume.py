@@ -225,8 +225,8 @@ def require_usable_folder(folder: Path, resume: Path | None) -> None:
     """Raises UserError if a run that begins in ``folder`` would overwrite another run or mix with other files."""
     if is_fork(folder, resume) and (taken := _describe_existing_run(folder)) is not None:
         raise UserError(
-            f"resume={resume} is a checkpoint of another folder, but {folder} contains {taken}: set a new name= to "
-            "continue from that checkpoint there, or resume=auto to continue the run of this folder"
+            f"resume={resume} is a checkpoint from another folder, but {folder} already contains {taken}: set a new "
+            f"name= to continue that checkpoint in a new folder, or resume=auto to continue the run in {folder}"
         )
     if resume is None or is_fork(folder, resume):
         _require_own_folder(folder)

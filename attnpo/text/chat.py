@@ -38,7 +38,7 @@ from attnpo.text.template import (
     to_template_turns,
 )
 from attnpo.text.template import check_surrogates as check_surrogates
-from attnpo.text.template import locate_in_frame as locate_in_frame
+from attnpo.text.template import locate_answer_in_rendered_turn as locate_answer_in_rendered_turn
 from attnpo.text.template import split_frame as split_frame
 from attnpo.text.traces import TextSpan, add_trace, get_trace, has_trace, locate_trace, strip_trace, to_response_ranges
 
@@ -592,7 +592,7 @@ class ChatFormat:
         for learn in (False, True):
             if learn or self._frame is None:
                 self._frame = self._find_answer_frame(prompt, before, has_trace(response))
-            place = locate_in_frame(full[len(before) :], self._frame, response)
+            place = locate_answer_in_rendered_turn(full[len(before) :], self._frame, response)
             if place is not None:
                 return [TextSpan(place[1] + len(before), place[2] + len(before), place[0])]
             body = full[len(before) : len(full) - len(self._frame[1])]

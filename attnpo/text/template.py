@@ -70,7 +70,7 @@ def split_frame(rendered: str) -> tuple[str, str]:
     return before, after
 
 
-def locate_in_frame(rendered: str, frame: tuple[str, str], content: str) -> tuple[int, int, int] | None:
+def locate_answer_in_rendered_turn(rendered: str, frame: tuple[str, str], content: str) -> tuple[int, int, int] | None:
     """Locates ``content`` in ``rendered`` between the two strings of ``frame``; returns None if it is not there.
 
     Returns the number of leading characters trimmed from the content, and the half-open range of the rest in

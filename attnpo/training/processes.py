@@ -69,7 +69,7 @@ def apply_launcher(settings: TrainerSettings) -> TrainerSettings:
         )
     if rest:
         raise UserError(
-            f"{name} started {total} processes on {nodes} nodes, which is not the same number on each: use "
+            f"{name} started {total} processes on {nodes} nodes, but not the same number on each: use "
             "srun --ntasks-per-node"
         )
     given = None if settings.devices in EVERY else _processes_per_node(settings)

@@ -278,8 +278,7 @@ def measure_token_removal(
     sound: Bool[np.ndarray, " pairs"] = np.isfinite(np.array(rows)).all(axis=0)
     if not sound.any():
         raise UserError(
-            f"faithfulness: none of {len(pairs)} pairs can be shown to the judge with tokens removed; see the log for "
-            "pairs that cannot be judged"
+            f"faithfulness: none of the {len(pairs)} pairs can be judged with tokens removed; the log gives the reasons"
         )
     return RemovalResult(
         pair_ids=tuple(pair.pair_id for pair, good in zip(usable, sound, strict=True) if good),

@@ -247,8 +247,8 @@ class RunReward(AttentionReader):
     """Reward model of a run, which is loaded at most once.
 
     Args:
-        source: the weights that name the model. UserError if they name none, or if its tokenizer has no character
-            offsets.
+        source: weight source that specifies the reward model. UserError if it specifies none, or if the model's
+            tokenizer has no character offsets.
         fallback: chat template for a tokenizer without one.
     """
 

@@ -71,7 +71,7 @@ def test_a_configuration_that_cannot_be_held(case: str, tmp_path: Path) -> None:
     file.parent.mkdir()
     file.write_text(FOLDERS[case])
     said = "expand to more than 100000 values" if "&" in FOLDERS[case] else "cannot be read as a YAML config"
-    with pytest.raises(UserError, match=f"own.yaml: .*{said}"):
+    with pytest.raises(UserError, match=f"own.yaml.* {said}"):
         compose("fit", ["weights=own"], tmp_path)
     file.rename(file.with_name("config.yaml"))
     with pytest.raises(UserError, match=f"config.yaml: .*{said}"):

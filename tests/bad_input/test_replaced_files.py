@@ -154,7 +154,7 @@ def test_an_input_is_not_replaced_though_the_command_wrote_it(given: Given, tmp_
 
 def test_answers_and_pairs_are_not_written_over_what_they_are_made_of(given: Given) -> None:
     before = given.prompts.read_bytes()
-    assert "reads it (data.path=" in given.refused("generate", f"output={given.prompts}")
+    assert "is an input of this command (data.path=" in given.refused("generate", f"output={given.prompts}")
     rows = [json.loads(line) for line in before.decode().splitlines()]
     table = given.prompts.with_suffix(".json")
     table.write_text(json.dumps(rows), encoding="utf-8")

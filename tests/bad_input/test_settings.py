@@ -110,7 +110,7 @@ def test_weights_are_read_for_a_model_in_any_format(attempts: Attempts) -> None:
 def test_long_pairs_need_a_model_of_as_many_positions(attempts: Attempts, record: Record) -> None:
     long = ("lengths=16k", "batch.micro=null", "batch.eval_micro=null")
     message = attempts.fit(*long, world=attempts.saying(chosen="good " * 600)).refused()
-    assert message.startswith("train: a row of pair ") and "has 512 positions" in message
+    assert message.startswith("train: a row of pair ") and "was trained on only 512 positions" in message
     assert "set lengths.max_length=512 or lower" in message
     record("lengths=16k, a row past the positions", message, NOT_STARTED)
 

@@ -204,7 +204,7 @@ def test_budgets_and_processes_that_cannot_be() -> None:
     with pytest.raises(UserError, match=r"batch\.pairs=8 must be at least the number of processes, 9"):
         BatchPlan(8, tokens=64).accumulation_steps(9)
     assert BatchPlan(9, tokens=64).accumulation_steps(2) is None
-    with pytest.raises(UserError, match=r"batch\.tokens 32: a step of 8 pairs on 5 processes needs 2 forward passes"):
+    with pytest.raises(UserError, match=r"batch\.tokens=32: a step of 8 pairs on 5 processes needs 2 forward passes"):
         budgeted(PADDED, 32).accumulation_steps(5)
 
 
@@ -398,7 +398,7 @@ def test_responses_are_cut_to_what_the_prompt_leaves(caplog: pytest.LogCaptureFi
         assert group.source_lengths.tolist() == [2.0, 1.0, 5.0] * 2
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1 and told[0].startswith("mismatched rows: 4 of 6 in this step are longer than"), told
-    assert "lengths.max_length 8" in told[0]
+    assert "lengths.max_length=8" in told[0]
 
 
 def test_rows_that_just_fit_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:

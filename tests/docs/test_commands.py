@@ -303,7 +303,7 @@ def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     def started(name: str, words: tuple[str, ...]) -> int:
         module = import_module(f"attnpo.{'evaluate' if name == 'passport' else name}")
         words = tuple(re.sub(r"^export=", f"export={output}/", word) for word in words)
-        main = module.passport if name == "passport" else module.main
+        main = module.run_judge_passport if name == "passport" else module.main
         given = [f"output={output}"]
         if {"--help", "--cfg"} & set(words):
             given = []

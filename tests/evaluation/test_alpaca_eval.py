@@ -297,7 +297,7 @@ def test_a_stopped_evaluation_goes_on_and_asks_every_item_once(
 def test_a_reply_to_other_answers_is_refused(reference: str) -> None:
     ours = benchmark(reference)
     old = replied(ours.grading_calls(answered(), 0), lambda call: GradingReply("m"))
-    with pytest.raises(ValueError, match="question 0 answers a different prompt"):
+    with pytest.raises(ValueError, match="reply to question 0 belongs to a different prompt"):
         ours.grade(answered(["Otherwise.", *OUTPUTS[1:]]), old)
 
 
@@ -489,7 +489,7 @@ def test_an_annotator_that_reads_a_text_works(reference: str) -> None:
         ("cohere", "cannot load this annotator.*cohere"),
         ("alpaca_eval_gpt4_fn", "it needs tool_choice, tools"),
         ("alpaca_farm", "a pool of 13 annotators"),
-        ("weighted_alpaca_eval_cot_gpt4_turbo", "more of a reply than its text or its first token"),
+        ("weighted_alpaca_eval_cot_gpt4_turbo", "more of a reply than the text or the first token"),
     ],
 )
 def test_annotators_that_cannot_be_asked_are_refused(reference: str, name: str, says: str) -> None:

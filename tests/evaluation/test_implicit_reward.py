@@ -255,7 +255,7 @@ def test_what_the_user_can_mend_is_said(world: World, tmp_path: Path) -> None:
     for message, data, reference, lengths in (
         (r"data\.path=nowhere/x\.jsonl: no such file", UnseenPairs("nowhere/x.jsonl"), other, fits),
         (r"data\.split=gone", UnseenPairs(str(world.data), split="gone"), other, fits),
-        (r"data\.rows=\"99:\" names no row", UnseenPairs(str(world.data), rows="99:"), other, fits),
+        (r"data\.rows=\"99:\" selects no row", UnseenPairs(str(world.data), rows="99:"), other, fits),
         (r"lengths\.max_length=99999 is too long: .* positions; set", None, other, LengthRules(99999, 100)),
         (r"reference is required", None, Path("auto"), LengthRules()),
     ):

@@ -398,11 +398,11 @@ def test_labels_follow_the_prefill(formats: Formats, rules: JudgeRules) -> None:
 def test_refused_prefills(formats: Formats, rules: JudgeRules) -> None:
     with pytest.raises(UserError, match=r"judge\.prefill: .* or null"):
         replace(rules, prefill="")
-    blank = r"one token with the label 'A'.*judge\.prefill='The better answer is'"
+    blank = r"the label 'A' become one token.*judge\.prefill='The better answer is'"
     for name, prefill, story in (
         ("gpt2_chatml", "The better answer is ", blank),
         ("gpt2_chatml", "  ", r"strips the end of '  '"),
-        ("gpt2_plain", "Answer: A", r"one token with the label 'A'.*end it before the letter's token"),
+        ("gpt2_plain", "Answer: A", r"the label 'A' become one token.*"),
     ):
         with pytest.raises(UserError, match=story):
             JudgePromptBuilder(replace(rules, prefill=prefill), formats(name))

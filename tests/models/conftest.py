@@ -84,9 +84,9 @@ def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[[CausalJudge], list
 
     def of(judge: CausalJudge) -> list[int]:
         sizes: list[int] = []
-        read = judge._read
+        read = judge._read_batch
         monkeypatch.setattr(
-            judge, "_read", lambda prompts, **asked: sizes.append(len(prompts)) or read(prompts, **asked)
+            judge, "_read_batch", lambda prompts, **asked: sizes.append(len(prompts)) or read(prompts, **asked)
         )
         return sizes
 

@@ -127,7 +127,7 @@ def test_a_model_without_a_router_is_refused_with_the_field(tiny: Build) -> None
 def test_a_coefficient_of_the_models_own_is_said_once(tiny: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         log_unused_coefficient(mixture(router_aux_loss_coef=0.25))
-        assert "has 0.25" in caplog.text and len(caplog.records) == 1
+        assert "sets a coefficient of 0.25" in caplog.text and len(caplog.records) == 1
         log_unused_coefficient(routed())
         log_unused_coefficient(tiny("llama"))
     assert len(caplog.records) == 1

@@ -177,9 +177,9 @@ NOT_EQUAL = "not at equal KL"
 
 
 def equal_kl_sections(outcome: Outcome) -> list[Section]:
-    """Returns tables of rewards at equal KL, and of differences to the control by world.
+    """Returns tables of rewards at equal KL, and of differences from the control for each world.
 
-    Returns none without a known true reward, without KL levels, or if every arm has a single point.
+    Returns an empty list if no true reward is known, if there are no KL levels, or if every arm has a single point.
     """
     study = outcome.study
     tuned = any(len((arm.grid or study.grid).point_overrides()) > 1 for arm in outcome.arms)

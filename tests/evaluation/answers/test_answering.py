@@ -296,7 +296,7 @@ def test_a_file_without_its_account_or_with_a_broken_row_is_not_touched(tmp_path
     with pytest.raises(UserError, match=r"lacks the file answers.json that describes its answers"):
         file.open({"sampling": 1})
     file.write_sidecar({"sampling": 1}, {})
-    with pytest.raises(UserError, match=r"line 1: .* if no line has a digest, the file is from an earlier version"):
+    with pytest.raises(UserError, match=r"line 1: .* If no line has a digest, the file is from an earlier version"):
         file.open({"sampling": 1})
     file.path.unlink()
     row = AnswerRow(id="a", draw=0, prompt=[], answer="é", finish_reason="stop", tokens=0)

@@ -191,7 +191,7 @@ def test_a_random_model_is_at_chance(world: World, tmp_path: Path, capsys: pytes
     for name in ("cost", "versions"):
         del again[name], found[name]
     assert again == found
-    assert "holds the report of another command" in refused(world, tmp_path, capsys, "passport.pairs=31")
+    assert "contains the report of another command" in refused(world, tmp_path, capsys, "passport.pairs=31")
 
 
 def test_layers_and_removals_can_be_left_out(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -265,7 +265,7 @@ def test_a_report_replaces_its_own_and_nothing_else(
     assert table(weights_of(world, tmp_path), "tokens") == []
     assert "no token occurs 100 times on one side" in capsys.readouterr().out
     weights_of(world, tmp_path)
-    with pytest.raises(UserError, match="holds the report of another command"):
+    with pytest.raises(UserError, match="contains the report of another command"):
         weights_of(world, tmp_path, "min_count=7")
     foreign = tmp_path / "other"
     foreign.mkdir()
@@ -508,7 +508,7 @@ def test_tables_are_read_back_as_they_were_printed(tmp_path: Path) -> None:
 def test_a_file_without_tables_is_refused(tmp_path: Path, text: str) -> None:
     study = a_study(tmp_path / "a", {"uniform": 0.5})
     (study / "tables.json").write_text(text)
-    with pytest.raises(UserError, match=r"tables\.json: expected the tables of a study"):
+    with pytest.raises(UserError, match=r"tables\.json: cannot be read as the tables of a study"):
         read_study(study)
 
 

@@ -226,7 +226,7 @@ def test_another_run_than_the_chosen_point_is_warned_of(finished: Finished, monk
     point = next(point for point, found in outcome.points if found == result)
     made = ComposedConfig(DictConfig({}), [])
     line = benchmarks._score_change_warning(benchmarks.ModelExport(point, moved, made, run, False))
-    assert line is not None and "its val/loss was" in line and point.label in line
+    assert line is not None and "val/loss was" in line and point.label in line
     assert benchmarks._score_change_warning(benchmarks.ModelExport(point, result, made, run, False)) is None
 
 
@@ -263,7 +263,7 @@ def test_the_base_file_names_every_benchmark() -> None:
             ["study.benchmarks=[mt_bench]", "study.evaluate.mt_bench={benchmark.path:/nowhere}"],
             r"benchmark mt_bench: .*/nowhere",
         ),
-        (["study.benchmarks=[testbed]"], r"OPENAI_API_KEY.*which is not set"),
+        (["study.benchmarks=[testbed]"], r"OPENAI_API_KEY is not set"),
         (
             ["study.benchmarks=[testbed]", "study.evaluate.all={limits.max_cost:1,grader.model:other}"],
             r"limits\.max_cost=1 needs the grader's token price",
