@@ -110,7 +110,7 @@ def test_a_model_that_cannot_run_in_training_mode_is_refused_with_the_field(tmp_
     [
         ("stablelm", "layer 1 does not pass on the keyword arguments of its call"),
         ("doge", "layer 1 has attention that cannot be read (its own code computes with the mask)"),
-        ("falcon", "none of its layers uses transformers' AttentionInterface"),
+        ("falcon", "none of its layers goes through transformers' AttentionInterface"),
     ],
 )
 def test_maps_are_taken_where_nothing_better_is_exact_and_that_is_said(
@@ -235,7 +235,7 @@ def test_positions_are_those_stated_or_those_that_a_stretched_rope_was_made_for(
     assert max_positions(BloomConfig()) is None  # no positions, whose attention falls off with the distance
     assert position_warning(llama(), "here", "lengths.max_length", 4096) is None
     said = position_warning(llama(), "here", "lengths.max_length", 4097)
-    assert said is not None and "here has 4096 positions" in said and "set lengths.max_length=4096 or lower" in said
+    assert said is not None and "here was trained on only 4096 positions" in said and "set lengths.max_length=4096 or lower" in said
 
 
 # ------------------------------------------------------------------------------------------------ configs

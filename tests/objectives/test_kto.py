@@ -75,7 +75,7 @@ def test_z_is_the_mean_of_all_rows_however_they_are_cut(ratios: Tensor) -> None:
 
 
 def test_z_carries_no_gradient(ratios: Tensor) -> None:
-    state = KTO().sums(TokenStats(ratios.requires_grad_()), TokenStats(torch.zeros_like(ratios)), make_rows(COUNTS))
+    state = KTO().step_sums(TokenStats(ratios.requires_grad_()), TokenStats(torch.zeros_like(ratios)), make_rows(COUNTS))
     assert not any(value.requires_grad for value in state.values())
     one, rows = one_pair(1.5, -0.5)
     batch = batch_of(rows, 0.7)
@@ -107,7 +107,7 @@ def test_weights_weigh_the_pair_and_not_z(ratios: Tensor) -> None:
         assert torch.allclose(out.losses, 0.5 * by_hand, rtol=1e-12), objective
         assert not gradient[weights == 0].any() and out.extras["kl"].tolist() == pytest.approx([0.4] * PAIRS)
     stats = TokenStats(ratios), TokenStats(torch.zeros_like(ratios))
-    bare, weighed = (KTO().sums(*stats, make_rows(COUNTS, made)) for made in (torch.zeros_like(weights), weights))
+    bare, weighed = (KTO().step_sums(*stats, make_rows(COUNTS, made)) for made in (torch.zeros_like(weights), weights))
     assert bare == weighed and bare["kl_sum"] != 0
 
 
@@ -127,7 +127,7 @@ def test_what_is_missing_is_told() -> None:
     with pytest.raises(ValueError, match="sums over the step's mismatched rows"):
         KTO()(stats, stats, make_batch(rows))
     with pytest.raises(ValueError, match="mismatched rows"):
-        KTO().sums(stats, None, rows)
+        KTO().step_sums(stats, None, rows)
     assert KTO().requires == {"reference", "token_weights", "ahead:mismatched", "several_pairs"}
 
 

@@ -190,6 +190,6 @@ def test_a_report_is_written_by_one_job(world: World, tmp_path: Path) -> None:
         report(asked())
     assert list(tmp_path.iterdir()) == []
     assert report(asked()) == 0
-    with pytest.raises(UserError, match="holds the report of another command"):
+    with pytest.raises(UserError, match="contains the report of another command"):
         report(asked("top=3"))
     assert report(asked("lock_timeout=5")) == 0  # the same report

@@ -114,13 +114,13 @@ def test_rows_are_scored_once_a_step_and_without_gradient(fit: Fit, monkeypatch:
     z is a metric of training and validation, and the rows are not counted in the speed.
     """
     seen: list[tuple[int, bool]] = []
-    original = KTO.sums
+    original = KTO.step_sums
 
     def sums(self: KTO, *arguments: object) -> dict[str, Tensor]:
         seen.append((len(arguments[2].response_ids), torch.is_grad_enabled()))  # type: ignore[attr-defined]
         return original(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(KTO, "sums", sums)
+    monkeypatch.setattr(KTO, "step_sums", sums)
     logged = fit(kto_module(3), kto_data(make_examples(20), BatchPlan(8, 2)), steps=3, epochs=1)
     assert [rows for rows, _ in seen] == [10, *[4] * 10, 10]
     assert not any(grad for _, grad in seen)

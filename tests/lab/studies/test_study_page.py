@@ -104,7 +104,7 @@ def test_the_page_explains_its_columns_and_links_its_runs(tmp_path: Path) -> Non
     code = (tmp_path / "report.html").read_text()
     read = Reader(code)
     heads = {attrs.get("title") for tag, attrs in read.seen if tag == "th"}
-    assert any(title and "nats" in title for title in heads) and "difference of true reward to uniform" in read.text
+    assert any(title and "nats" in title for title in heads) and "true reward minus that of uniform" in read.text
     links = [attrs["href"] for tag, attrs in read.seen if tag == "a" and "points/" in str(attrs["href"])]
     assert set(links) == {f"points/{number}/result.json" for number in range(3)}
     assert all((tmp_path / str(link)).is_file() for link in links)

@@ -247,10 +247,10 @@ def test_every_judge_has_its_line() -> None:
     ]
     found = [line for line in footnotes(tuned(points)) if line.startswith("judge")]
     assert [line.partition(" agree")[0] for line in found] == [
-        "judge of attention, seed 0, on the study's pairs: 90.0 %",
-        "judge of other judge L2, seed 0, on the study's pairs: 60.0 %",
-        "judge of attention, seed 1, on the study's pairs: 90.0 %",
-        "judge of other judge L2, seed 1, on the study's pairs: 60.0 %",
+        "judge of attention, seed 0, on the study's pairs: 90.0 % of verdicts",
+        "judge of other judge L2, seed 0, on the study's pairs: 60.0 % of verdicts",
+        "judge of attention, seed 1, on the study's pairs: 90.0 % of verdicts",
+        "judge of other judge L2, seed 1, on the study's pairs: 60.0 % of verdicts",
     ]
     alone = [line for line in footnotes(tuned(points[:4])) if line.startswith("judge")]
     assert [line.partition(" on")[0] for line in alone] == ["judge, seed 0,", "judge, seed 1,"]

@@ -16,7 +16,7 @@ RECORDED = {
         prepare.CODE_VERSION,
         ("pairs.py", "pretrain.py", "sampling.py", "tokenizer.py", "words.py"),
         "1",
-        "76db7c9044316894",
+        "ae9ce1c13fe708c6",
     ),
 }
 
