@@ -142,8 +142,11 @@ class AlpacaEval:
 
     @cached_property
     def _reference_file(self) -> Path:
-        given = self.reference_outputs
-        file = download_data_file(REFERENCE) if given is None else Path(given).expanduser()
+        file = (
+            download_data_file(REFERENCE)
+            if self.reference_outputs is None
+            else Path(self.reference_outputs).expanduser()
+        )
         if isinstance(file, str):
             raise UserError(
                 f"benchmark.reference_outputs is not set, and {REFERENCE} cannot be downloaded ({file}): set "

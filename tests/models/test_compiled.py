@@ -265,7 +265,7 @@ def test_a_compiler_that_breaks_is_named_with_its_reason(tiny: Build, register: 
 
     register("broken", broken)
     with pytest.raises(
-        UserError, match=r"(?s)model.compile=broken cannot run blocks .*no toolchain here\); set .*null"
+        UserError, match=r"(?s)model.compile=broken cannot run blocks .*no toolchain here\): set .*null"
     ):
         tried(tiny("llama"), "broken")
 

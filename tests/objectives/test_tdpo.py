@@ -146,5 +146,5 @@ def test_a_batch_without_the_statistic_is_an_error(case: Case) -> None:
     other = replace(case.policy, joint={"kl_policy_ref": case.policy.joint["kl_ref_policy"]})
     for objective in BOTH:
         assert objective.requires == {"reference", "token_weights", "joint:kl_ref_policy"}
-        with pytest.raises(ValueError, match="reads joint:kl_ref_policy, and it was not computed"):
+        with pytest.raises(ValueError, match="needs joint:kl_ref_policy, but it was not computed"):
             objective(other, case.reference, case.batch)

@@ -215,5 +215,5 @@ def test_a_run_with_auto_is_the_run_of_the_layer_found(tmp_path: Path) -> None:
 
 
 def test_auto_where_a_study_names_layers_is_refused() -> None:
-    with pytest.raises(UserError, match=r"study\.layers.*auto is for weights\.layer"):
+    with pytest.raises(UserError, match=r"study\.layers.*auto is allowed only for weights\.layer"):
         resolve_layer("auto", 4, "study.layers")

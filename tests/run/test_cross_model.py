@@ -129,7 +129,7 @@ def test_weights_of_another_vocabulary_reach_every_training_token(world: World, 
 
 
 def test_ids_of_two_vocabularies_are_never_matched(world: World, judge: Path) -> None:
-    with pytest.raises(UserError, match=r"another vocabulary.*align\.method=characters"):
+    with pytest.raises(UserError, match=r"a different vocabulary.*align\.method=characters"):
         resolve(world.config("weights=attention", *ANOTHER, f"other_judge.path={judge}"))
 
 

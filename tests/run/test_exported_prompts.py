@@ -105,7 +105,7 @@ def test_options_of_the_template_are_exported_and_told(
     assert describe_model(answering)[1].prompt_ids(turns) == chat.prompt_ids(turns)
     asked = load("generate", [f"model.path={world.model}", "data.path=none.jsonl", *given[1:], *options]).model
     assert describe_model(asked)[1].prompt_ids(turns) == chat.prompt_ids(turns)
-    with pytest.raises(UserError, match=r"kwargs\.enable_thinkin: the chat template never reads .*: enable_thinking:"):
+    with pytest.raises(UserError, match=r"kwargs\.enable_thinkin: the chat template never reads .*: enable_thinking"):
         make_inputs(world.config(*given, "model.chat_template_kwargs={enable_thinkin: false}"))
 
 
