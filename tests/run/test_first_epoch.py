@@ -110,7 +110,7 @@ def test_a_run_that_ends_early_keeps_what_it_has_seen(fresh: World, tmp_path: Pa
 
 def test_an_objective_that_needs_the_reference_itself_is_refused(world: World) -> None:
     cfg = world.config("weights=uniform", "objective=tdpo2")
-    with pytest.raises(UserError, match=r"reference=first_epoch only stores log-probs"):
+    with pytest.raises(UserError, match=r"reference=first_epoch stores only the log-probs"):
         require_reference("first_epoch", cfg.objective)
 
 

@@ -166,7 +166,7 @@ def test_rows_verdicts_and_label_mass_are_those_after_the_trace(
     assert 0 < cut < 2 * PAIRS
     assert f"at most {2 * PAIRS * MOST} tokens in all (judge.trace.max_new_tokens={MOST})" in caplog.text
     mean = sum(lengths) / len(lengths)
-    assert f"judge: {2 * PAIRS} traces of {mean:.1f} tokens on average, {max(lengths)} at most" in caplog.text
+    assert f"judge: {2 * PAIRS} traces with {mean:.1f} tokens on average, {max(lengths)} at most" in caplog.text
     (warned,) = [record for record in caplog.records if "judge's trace was cut" in record.getMessage()]
     assert warned.levelname == "WARNING" and f"cut: {cut} of {2 * PAIRS} " in warned.getMessage()
 

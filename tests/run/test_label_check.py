@@ -166,7 +166,7 @@ def test_showing_a_stored_pair_loads_no_judge_to_measure(
     judge.asked.clear()
     words = [word for word in world.overrides() if not word.startswith(("callbacks.", "batch."))]
     assert show.run_show([*words, "rows=1", "judge.low_label_mass=stop"]) == 0
-    assert judge.asked == [] and "no sound measurement of the judge's labels" in caplog.text
+    assert judge.asked == [] and "no valid measurement of the judge's labels" in caplog.text
 
 
 def test_many_processes_refuse_weights_without_their_measurement(

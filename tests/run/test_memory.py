@@ -290,7 +290,7 @@ def test_budgets_are_as_large_as_a_step_where_there_is_room_and_the_least_where_
     """A step is 4 pairs of two rows of 64 tokens; a number of pairs leaves no budget to choose."""
     caplog.set_level(logging.INFO)
     plan = planned(world.config(*FILL))
-    assert (plan.smallest_batch.budget, plan.smallest_batch.eval_token_budget) == (128, 256)
+    assert (plan.smallest_batch.token_budget, plan.smallest_batch.eval_token_budget) == (128, 256)
     assert fit_memory(plan)[1] == plan.smallest_batch
     monkeypatch.setattr(memory, "device_memory", lambda device: 1 << 40)
     _, batch = fit_memory(plan)
@@ -373,7 +373,7 @@ def test_memory_that_runs_out_in_the_first_step_halves_the_budget_and_moves_no_n
     words = (f"resume={tmp_path / 'half' / 'best'}", "model.gradient_checkpointing=true")
     run(world.config(*FILL, *words), tmp_path / "more")
     assert any("resuming after optimiser step 1" in line for line in caplog.messages)
-    assert any("batch.tokens 64; padded rows" in line for line in caplog.messages)
+    assert any("batch.tokens=64; padded rows" in line for line in caplog.messages)
     for key, value in final(tmp_path / "whole").items():
         torch.testing.assert_close(final(tmp_path / "more")[key], value, rtol=1e-9, atol=1e-12)
 

@@ -120,7 +120,7 @@ def test_every_hyperparameter_is_the_papers(name: str, paper_tables: Path) -> No
 
 def test_the_optimiser_is_adamw(paper_tables: Path) -> None:
     for name in SETTINGS:
-        made = composed(name).optimizer.make([torch.nn.Parameter(torch.ones(2))])
+        made = composed(name).optimizer.build([torch.nn.Parameter(torch.ones(2))])
         assert type(made).__name__ == paper_rows(paper_tables)["training", "optimizer"]
 
 
