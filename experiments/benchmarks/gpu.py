@@ -406,7 +406,7 @@ def follow(command: Sequence[str], world: World, options: Namespace) -> tuple[fl
         for line in process.stdout:
             lines.append(line.rstrip())
             say(lines[-1])
-            if first is None and " training " in line and " optimizer step" in line:
+            if first is None and " training " in line and " optimiser step" in line:
                 first = time.monotonic()
     whole = time.monotonic() - began
     if process.returncode or first is None:

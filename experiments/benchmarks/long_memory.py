@@ -56,7 +56,7 @@ def recipe(length: str, hardware: str, method: str) -> Recipe:
 def decide(made: Recipe, capacity: int) -> tuple[ModelSpec, MemoryEstimate]:
     """Resolves a recipe's ``auto`` for devices of a given size; returns the choice and its memory estimate."""
     choices, plan = made.model.memory_choices(), make_memory_plan(made)
-    estimates = [plan.estimate(SHAPE, choice, plan.least) for choice in choices]
+    estimates = [plan.estimate(SHAPE, choice, plan.smallest_batch) for choice in choices]
     place, _ = choose_quickest_fit(estimates, capacity)
     return choices[place], estimates[place]
 

@@ -50,7 +50,7 @@ def test_a_prompt_that_does_not_fit_is_refused_and_never_cut(chat: ChatFormat) -
     assert ScoreQuestions(PLAIN, chat, chat, room=count).build_prompt(PAIR, "chosen") == [
         {"role": "user", "content": "score the soup : the broth was good ."}
     ]
-    with pytest.raises(RefusedText, match=f"the chosen response has {count} tokens, {count - 1} leave room") as caught:
+    with pytest.raises(RefusedText, match=f"the chosen response has {count} tokens, but must have at most {count - 1} to leave room") as caught:
         ScoreQuestions(PLAIN, chat, chat, room=count - 1).build_prompt(PAIR, "chosen")
     assert caught.value.reason == "a prompt is too long for the verbalizer"
 
@@ -61,7 +61,7 @@ def test_a_response_without_text_has_nothing_to_score(chat: ChatFormat) -> None:
 
 
 def test_tokens_are_those_of_training_without_the_end_of_the_turn(chat: ChatFormat) -> None:
-    ids, places = ScoreQuestions(PLAIN, chat, chat).tokens(PAIR, "chosen")
+    ids, places = ScoreQuestions(PLAIN, chat, chat).training_tokens(PAIR, "chosen")
     whole = chat.encode(PAIR.prompt, PAIR.chosen)
     assert (ids, places) == (whole.response_ids[:-1], whole.offsets[:-1])
     assert [PAIR.chosen[start:end] for start, end in places] == ["the", "broth", "was", "good", "."]

@@ -44,4 +44,4 @@ def epoch_order(count: int, plan: BatchPlan, seed: int = 0) -> list[int]:
     data = make_data(make_examples(count), plan, seed=seed)
     data.train_dataloader()
     assert data.sampler is not None
-    return data.sampler.order(0)
+    return data.sampler.epoch_order(0)

@@ -189,7 +189,7 @@ def test_a_reference_whose_head_does_not_give_its_logits_is_refused() -> None:
     reference = tied(1)
     reference.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.7,))
     module = module_of(ScoredLM(tied(0)), ScoredLM(reference))
-    with pytest.raises(UserError, match="compare with"):
+    with pytest.raises(UserError, match="do not come from a plain linear vocabulary head"):
         module.score(collate(make_examples(2), padded_layout, 0, 2))
 
 

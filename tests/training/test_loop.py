@@ -129,7 +129,7 @@ def test_uniform_weights_train_like_dpo(fit: Fit) -> None:
 
 
 def test_steps_that_cannot_be_cut_are_refused() -> None:
-    with pytest.raises(UserError, match=r"batch\.pairs 10 .* batch\.micro 4 .* 8 and 12"):
+    with pytest.raises(UserError, match=r"batch\.pairs=10 .* batch\.micro=4 .* 8 and 12"):
         BatchPlan(10, 4).accumulation_steps(1)
 
 

@@ -93,7 +93,7 @@ def test_every_number_comes_from_the_facts() -> None:
 def test_a_card_of_nothing_known_claims_nothing() -> None:
     card = model_card({}, {})
     assert numbers_in(card.replace(CITATION.strip(), "")) == set()
-    assert "Not evaluated for safety" in card and "Token-weighted Direct Preference Optimization" in card
+    assert "not evaluated for safety" in card and "Token-weighted Direct Preference Optimization" in card
     for absent in ("## Data", "## Method", "## Validation", "## Hyperparameters", "base_model"):
         assert absent not in card
 

@@ -159,7 +159,7 @@ def test_bad_validation_pairs_are_warned_of_once_counted_and_refused_at_the_end(
     assert all(math.isnan(row["val/loss"]) for row in validated)
     assert sum("train/loss" in row for row in rows) == 3, "training goes on"
     (told,) = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
-    assert "for 2 pairs (pair1, pair3)" in told
+    assert "of 2 pairs (pair1, pair3)" in told
 
 
 def make_record(count: int, bad: tuple[int, ...], spoil_with: str = "policy") -> MicroBatchRecord:

@@ -30,7 +30,7 @@ def make(
 ) -> PreferenceDataModule:
     assert module.reference is not None
     layout = select_layout(name, [module.policy, module.reference])
-    assert layout.__name__ == name
+    assert layout.__name__ == f"{name}_layout"
     val = make_examples(5, seed=99)
     return PreferenceDataModule.from_examples(
         make_examples(PAIRS), val, layout, 0, plan, 0, ahead=ahead, epochs=epochs, auto=auto

@@ -36,7 +36,7 @@ class Words(ScoreQuestions):
             raise RefusedText("too long", f"the {side} response has {len(pair.response(side))} characters")
         return [Message(role="user", content=f"score: {pair.response(side)}")]
 
-    def tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def training_tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
         text, places, start = pair.response(side), [], 0
         for word in text.split(" "):
             end = start + len(word) + (1 if start else 0)
