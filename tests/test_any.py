@@ -13,7 +13,8 @@ TURNS = "turns and function schemas as chat templates take them, whatever JSON t
 FOREIGN = "rows and constants of a benchmark's own repository, whose form is checked there"
 PASSPORT = "the passport's numbers, nested as passport.json has them"
 REASONS = {
-    **{f"evaluation/checkout.py::{name}": FOREIGN for name in ("read_rows", "read_json", "_parse", "read_rows_by", "read_constant")},
+    **{f"evaluation/checkout.py::read_{name}": FOREIGN for name in ("rows", "json", "rows_by", "constant")},
+    "evaluation/checkout.py::_parse": FOREIGN,
     "evaluation/jsonl_store.py::read_lines": "rows as they were written, each of its own kind of file",
     **{
         f"lab/reports/passport.py::{name}": PASSPORT

@@ -161,7 +161,11 @@ WITHOUT_PAIRS: list[tuple[str, str, str]] = [
     ("report weights", "data.path={folder}", "no file test.jsonl, test.csv or test.parquet; its files: one.jsonl"),
     ("evaluate benchmark=judge", "data.path={folder}", "divide the training split with data.val_share=0.1"),
     ("fit", "data.path={folder} data.val_split=null", "data.val_split=null: name the validation split, or set"),
-    ("fit", "data.mix={{a:{{path:{folder}/one.jsonl,val_rows:'3'}},b:{{path:{folder}/one.jsonl}}}}", "is a single table"),
+    (
+        "fit",
+        "data.mix={{a:{{path:{folder}/one.jsonl,val_rows:'3'}},b:{{path:{folder}/one.jsonl}}}}",
+        "is a single table",
+    ),
 ]
 
 

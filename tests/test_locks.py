@@ -118,7 +118,10 @@ def test_a_killed_process_is_replaced_at_once(tmp_path: Path, caplog: pytest.Log
         began = time.monotonic()
         assert is_free(tmp_path, LONG)
         assert time.monotonic() - began < 60
-    assert [f"process {process.pid} on host" in line and "has ended; taking over its lock" in line for line in caplog.messages] == [True]
+    assert [
+        f"process {process.pid} on host" in line and "has ended; taking over its lock" in line
+        for line in caplog.messages
+    ] == [True]
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 

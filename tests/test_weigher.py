@@ -316,8 +316,14 @@ WRONG: list[tuple[tuple[Any, ...], str]] = [
     ),
     (({"chosen": "a"},), 'the row has no column "rejected"'),
     (("p", [{"role": "user", "content": "x"}], "b"), "the pair: malformed conversation"),
-    (("p", "it was good .", "it was good . "), "the pair cannot be used for training: dropped: both responses have the same"),
-    (("p", "a", "\ud800"), "the pair cannot be used for training: .*not valid Unicode|the pair cannot be used for training"),
+    (
+        ("p", "it was good .", "it was good . "),
+        "the pair cannot be used for training: dropped: both responses have the same",
+    ),
+    (
+        ("p", "a", "\ud800"),
+        "the pair cannot be used for training: .*not valid Unicode|the pair cannot be used for training",
+    ),
 ]
 
 

@@ -53,7 +53,7 @@ class RewardPolicy(ScoredLM):
         more = sorted(set(requests) - {"logps"})
         if more or inputs.segments is not None:
             asked = ", ".join(more) or "packed rows"
-            raise UserError(f"a reward model returns only rewards of padded rows, but {asked} was requested")
+            raise UserError(f"a reward model returns only rewards of padded rows, but was asked for {asked}")
         places = {"attention_mask": None, "position_ids": inputs.position_ids + self._first}
         states = final_hidden_states(self.model.base_model, inputs.input_ids, **places).flatten(0, 1)
         rows = torch.arange(len(response_mask), device=response_mask.device)

@@ -235,7 +235,11 @@ def test_positions_are_those_stated_or_those_that_a_stretched_rope_was_made_for(
     assert max_positions(BloomConfig()) is None  # no positions, whose attention falls off with the distance
     assert position_warning(llama(), "here", "lengths.max_length", 4096) is None
     said = position_warning(llama(), "here", "lengths.max_length", 4097)
-    assert said is not None and "here was trained on only 4096 positions" in said and "set lengths.max_length=4096 or lower" in said
+    assert (
+        said is not None
+        and "here was trained on only 4096 positions" in said
+        and "set lengths.max_length=4096 or lower" in said
+    )
 
 
 # ------------------------------------------------------------------------------------------------ configs

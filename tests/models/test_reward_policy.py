@@ -60,7 +60,7 @@ def test_cpos_margin_of_two_rewards_is_the_bradley_terry_loss() -> None:
 def test_what_a_reward_model_cannot_give_is_refused() -> None:
     policy = policy_of()
     inputs, ids, mask = padded_layout(ROWS, 0)
-    with pytest.raises(UserError, match=r"vocab:entropy was requested"):
+    with pytest.raises(UserError, match=r"asked for vocab:entropy"):
         policy(inputs, ids, mask, frozenset({"logps", "vocab:entropy"}))
     with pytest.raises(UserError, match=r"asked for packed rows"):
         policy(*packed_layout(ROWS, 0))

@@ -75,7 +75,9 @@ def test_z_is_the_mean_of_all_rows_however_they_are_cut(ratios: Tensor) -> None:
 
 
 def test_z_carries_no_gradient(ratios: Tensor) -> None:
-    state = KTO().step_sums(TokenStats(ratios.requires_grad_()), TokenStats(torch.zeros_like(ratios)), make_rows(COUNTS))
+    state = KTO().step_sums(
+        TokenStats(ratios.requires_grad_()), TokenStats(torch.zeros_like(ratios)), make_rows(COUNTS)
+    )
     assert not any(value.requires_grad for value in state.values())
     one, rows = one_pair(1.5, -0.5)
     batch = batch_of(rows, 0.7)

@@ -104,5 +104,7 @@ def test_choices_that_are_none_end_before_the_judge_is_loaded(world: World, over
 def test_the_number_of_heads_is_read_from_the_config(world: World, tmp_path: Path) -> None:
     assert num_heads(world.model) == 2
     LagunaConfig(num_hidden_layers=2, num_attention_heads_per_layer=[8, 4]).save_pretrained(tmp_path / "uneven")
-    with pytest.raises(UserError, match=r"weights\.heads: the layers of .*uneven have different numbers of query heads \(8, 4\)"):
+    with pytest.raises(
+        UserError, match=r"weights\.heads: the layers of .*uneven have different numbers of query heads \(8, 4\)"
+    ):
         num_heads(tmp_path / "uneven")

@@ -26,7 +26,7 @@ SLOW = (
     (resolve, "score_examples", "reference pass"),
     (L.Trainer, "validate", "validation before the first step"),
     (PreferenceModule, "training_step", "training"),
-    (run, "make_chat_generator", "sample answers"),
+    (run, "make_chat_generator", "sampling answers"),
     (report, "training_curves", "report and figures"),
 )
 

@@ -50,7 +50,9 @@ def test_a_prompt_that_does_not_fit_is_refused_and_never_cut(chat: ChatFormat) -
     assert ScoreQuestions(PLAIN, chat, chat, room=count).build_prompt(PAIR, "chosen") == [
         {"role": "user", "content": "score the soup : the broth was good ."}
     ]
-    with pytest.raises(RefusedText, match=f"the chosen response has {count} tokens, but must have at most {count - 1} to leave room") as caught:
+    with pytest.raises(
+        RefusedText, match=f"the chosen response has {count} tokens, but must have at most {count - 1} to leave room"
+    ) as caught:
         ScoreQuestions(PLAIN, chat, chat, room=count - 1).build_prompt(PAIR, "chosen")
     assert caught.value.reason == "a prompt is too long for the verbalizer"
 

@@ -75,7 +75,11 @@ def test_a_template_that_strips_the_response_cuts_nothing() -> None:
 @pytest.mark.parametrize(
     ("source", "cell", "message"),
     [
-        (Column(), [1, 2], r"expected 3 numbers, one for each of this run's training tokens that contain a character, got 2"),
+        (
+            Column(),
+            [1, 2],
+            r"expected 3 numbers, one for each of this run's training tokens that contain a character, got 2",
+        ),
         (Column(), [1, 2, 3, 4], r"expected 3 numbers.*got 4; .*weights\.form=spans"),
         (Column(), [], r"expected 3 numbers.*got 0"),
         (Column(end_token=None), [1, 2, 3], r"expected 4 numbers, .* training tokens and end tokens, got 3"),

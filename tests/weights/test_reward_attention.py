@@ -136,7 +136,8 @@ def test_models_that_are_no_causal_reward_models_are_refused(tmp_path: Path) -> 
     eager = LlamaForSequenceClassification.from_pretrained(reward_folder(tmp_path / "reward"))
     eager.model.save_pretrained(tmp_path / "headless")
     with pytest.raises(
-        UserError, match=r"1 parameters of LlamaForSequenceClassification are missing from the weight files \(first: score\.weight\)"
+        UserError,
+        match=r"1 parameters of LlamaForSequenceClassification are missing .* \(first: score\.weight\)",
     ):
         load_model(tmp_path / "headless", reward=True)
 
