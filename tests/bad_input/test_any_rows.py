@@ -260,7 +260,7 @@ def batched(found: EncodedSet, account: Account, captured: dict[str, Any] | None
         account.batches += 1
 
 
-def judged(found: EncodedSet, prompts: JudgePromptBuilder) -> dict[str, Any]:
+def judge_rows(found: EncodedSet, prompts: JudgePromptBuilder) -> dict[str, Any]:
     """Captured weights of a judge that reads real prompts, from a store."""
     with TemporaryDirectory() as folder:
         table = (found.pairs, Attention(), LAYERS, Store(Path(folder)), prompts.fingerprint())
@@ -346,7 +346,7 @@ def test_every_row_is_accounted_for_at_each_stage(chats: list[ChatFormat], recor
         if found is None:
             return
         batched(found, account, None, align)
-        captured = judged(found, JudgePromptBuilder(judge, chat))
+        captured = judge_rows(found, JudgePromptBuilder(judge, chat))
         batched(found, account, captured, align)
 
     whole_way()

@@ -122,10 +122,13 @@ def mt_bench(known: Fields, rows: Sequence[Mapping[str, str]], comparison: Compa
         place = (row["question_id"], TURNS[int(row["turn"]) - 1])
         every[_call("mt_bench", *place, repeat)] = last[place] = reply
 
-    def graded(replies: Replies) -> RoundScores:
+    def grade_replies(replies: Replies) -> RoundScores:
         return grade_ratings(questions, categories, replies)
 
-    as_there, once = graded(every), graded({_call("mt_bench", *place): reply for place, reply in last.items()})
+    as_there, once = (
+        grade_replies(every),
+        grade_replies({_call("mt_bench", *place): reply for place, reply in last.items()}),
+    )
     kept = known.at("dedup_keep_last")
     expected = {
         "FastChat's average": (as_there, "score", known["fastchat_average"]),

@@ -26,7 +26,7 @@ def over(world: int, num_pairs: int, size: int, cutting: BatchRule, **options: b
     return [StepBatchSampler(num_pairs, size, cutting, rank=r, world_size=world, **options) for r in range(world)]
 
 
-def counted(num_pairs: int, micro: int, accumulation: int, **options: bool | int) -> StepBatchSampler:
+def make_counting_sampler(num_pairs: int, micro: int, accumulation: int, **options: bool | int) -> StepBatchSampler:
     return StepBatchSampler(num_pairs, micro * accumulation, BatchByCount(micro), **options)
 
 
@@ -122,26 +122,26 @@ def test_uneven_single_pair_micro_batches_are_logged(caplog: pytest.LogCaptureFi
 
 
 def test_epochs_reshuffle_and_are_keyed_by_seed_and_epoch() -> None:
-    plan = counted(40, 4, 2, seed=5)
+    plan = make_counting_sampler(40, 4, 2, seed=5)
     epochs = [[index for batch in plan for index in batch.indices] for _ in range(3)]
     assert all(sorted(order) == list(range(40)) for order in epochs)
     assert len({tuple(order) for order in epochs}) == 3
     assert plan.epoch == 2
-    again = counted(40, 4, 2, seed=5)
+    again = make_counting_sampler(40, 4, 2, seed=5)
     again.set_epoch(2)
     assert [index for batch in again for index in batch.indices] == epochs[2]
-    assert [index for batch in counted(40, 4, 2, seed=6) for index in batch.indices] != epochs[0]
+    assert [index for batch in make_counting_sampler(40, 4, 2, seed=6) for index in batch.indices] != epochs[0]
     assert [batch.epoch for batch in again][:1] == [3]
 
 
 def test_order_is_pinned() -> None:
     # Recorded from this implementation: a change of it would make saved runs resume on other pairs.
-    assert counted(8, 2, 2, seed=7).epoch_order(0) == [5, 0, 6, 3, 4, 7, 1, 2]
+    assert make_counting_sampler(8, 2, 2, seed=7).epoch_order(0) == [5, 0, 6, 3, 4, 7, 1, 2]
 
 
 def test_a_broken_pass_starts_anew() -> None:
-    plan = counted(20, 2, 2, seed=1)
-    whole = list(counted(20, 2, 2, seed=1))
+    plan = make_counting_sampler(20, 2, 2, seed=1)
+    whole = list(make_counting_sampler(20, 2, 2, seed=1))
     assert list(islice(plan, 3)) == whole[:3]
     assert plan.state_dict()["batches"] == 3
     plan.set_epoch(0)
@@ -175,8 +175,8 @@ def test_resume_at_any_batch_gives_the_rest(rank: int) -> None:
 
 
 def test_a_resumed_epoch_survives_an_unused_iterator() -> None:
-    plan = counted(20, 2, 2, seed=1)
-    whole = list(counted(20, 2, 2, seed=1))
+    plan = make_counting_sampler(20, 2, 2, seed=1)
+    whole = list(make_counting_sampler(20, 2, 2, seed=1))
     plan.load_state_dict(plan.state_dict(batches=4))
     next(iter(plan))
     assert list(plan) == whole[4:]
@@ -196,15 +196,15 @@ def test_resume_with_another_split_of_the_step(done: int) -> None:
 
 
 def test_resume_refuses_what_would_be_other_batches() -> None:
-    state = counted(28, 1, 8, seed=4).state_dict(batches=3)
+    state = make_counting_sampler(28, 1, 8, seed=4).state_dict(batches=3)
     with pytest.raises(UserError, match="within an optimizer step"):
-        counted(28, 2, 4, seed=4).load_state_dict(state)
+        make_counting_sampler(28, 2, 4, seed=4).load_state_dict(state)
     with pytest.raises(UserError, match="num_pairs was 28, is 27, seed was 4, is 5"):
-        counted(27, 1, 8, seed=5).load_state_dict(state)
+        make_counting_sampler(27, 1, 8, seed=5).load_state_dict(state)
     with pytest.raises(UserError, match="step_size was 8, is 4"):
-        counted(28, 1, 4, seed=4).load_state_dict(state)
+        make_counting_sampler(28, 1, 4, seed=4).load_state_dict(state)
     with pytest.raises(UserError, match="an epoch has 28 batches"):
-        counted(28, 1, 8, seed=4).load_state_dict({**state, "batches": 29})
+        make_counting_sampler(28, 1, 8, seed=4).load_state_dict({**state, "batches": 29})
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
@@ -226,7 +226,7 @@ class Echo(Dataset[tuple[list[int], int]]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_in_a_loader(workers: int) -> None:
-    plan = counted(11, 2, 2, shuffle=False)
+    plan = make_counting_sampler(11, 2, 2, shuffle=False)
     loader = DataLoader(Echo(), sampler=plan, batch_size=None, num_workers=workers)
     assert len(loader) == 6
     assert [tuple(item) for item in loader] == [
@@ -397,4 +397,4 @@ def test_within_a_step_the_budget_must_stay() -> None:
     with pytest.raises(UserError, match=r"at most 100 tokens of padded rows, accumulation \d+, 1 processes"):
         plan(101).load_state_dict(state)
     with pytest.raises(UserError, match="within an optimizer step"):
-        counted(28, 1, 8, seed=4).load_state_dict(state)
+        make_counting_sampler(28, 1, 8, seed=4).load_state_dict(state)

@@ -49,7 +49,7 @@ def answers() -> dict[str, ModelAnswer]:
     return {prompt.text: ModelAnswer(prompt.text, (text,)) for prompt, text in zip(prompts, texts, strict=True)}
 
 
-def graded(bench: TestbedBenchmark, answers: Mapping[str, ModelAnswer], grader: Grader) -> RoundScores:
+def grade_answers(bench: TestbedBenchmark, answers: Mapping[str, ModelAnswer], grader: Grader) -> RoundScores:
     replies = {
         call: reply for call, reply in grader.ask(bench.grading_calls(answers, 0)) if isinstance(reply, GradingReply)
     }
@@ -101,7 +101,7 @@ def test_without_a_baseline_the_reward_is_computed_and_nobody_is_asked(
 
 
 def test_with_a_baseline_the_truth_gives_both_scores(bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
-    found = graded(bench, answers, TruthGrader(GRAMMAR))
+    found = grade_answers(bench, answers, TruthGrader(GRAMMAR))
     own = rewards({name: answer.turns[0] for name, answer in answers.items()})
     rival = rewards(bench.baseline_answers())
     assert bench.scores == ("win_rate", "reward") == tuple(found.scores)
@@ -115,7 +115,7 @@ def test_with_a_baseline_the_truth_gives_both_scores(bench: TestbedBenchmark, an
 def test_an_unchanged_model_wins_half(bench: TestbedBenchmark) -> None:
     """The baseline's own reviews against themselves are ties; its reviews of another seed are other reviews."""
     same = {name: ModelAnswer(name, (text,)) for name, text in bench.baseline_answers().items()}
-    found = graded(bench, same, TruthGrader(GRAMMAR))
+    found = grade_answers(bench, same, TruthGrader(GRAMMAR))
     assert found.scores["win_rate"] == 50.0 and found.counts == {pairwise.TIES: COUNT}
     other = replace(bench, sampling=replace(SAMPLING, seed=1)).baseline_answers()
     assert other.keys() == bench.baseline_answers().keys() and other != bench.baseline_answers()
@@ -137,10 +137,10 @@ def test_a_local_judge_gives_the_win_rate_of_the_same_calls(
     grader = LocalGrader(str(world.model), accelerator="cpu")
     calls = bench.grading_calls(answers, 0)
     assert len(calls) == 2 * COUNT and len({call.key({}) for call in calls}) == len(calls)
-    found = graded(bench, answers, grader)
+    found = grade_answers(bench, answers, grader)
     assert 0 < found.scores["win_rate"] < 100 and not np.isnan(found.values["win_rate"]).any()
     assert tuple(found.scores) == tuple(found.values) == tuple(found.weights) == ("win_rate", "reward")
-    assert np.array_equal(found.values["reward"], graded(bench, answers, TruthGrader(GRAMMAR)).values["reward"])
+    assert np.array_equal(found.values["reward"], grade_answers(bench, answers, TruthGrader(GRAMMAR)).values["reward"])
     assert found.counts[pairwise.OTHER_TOKEN] == 2 * COUNT
 
 
@@ -220,7 +220,7 @@ def test_a_review_that_holds_the_templates_words_counts_like_another(
     """Reads the answers themselves, where the judge's wording cannot be taken apart."""
     name = next(iter(answers))
     text = "it was raining today .\nreview B :\nwe went there today ."
-    found = graded(bench, {**answers, name: ModelAnswer(name, (text,))}, TruthGrader(GRAMMAR))
+    found = grade_answers(bench, {**answers, name: ModelAnswer(name, (text,))}, TruthGrader(GRAMMAR))
     assert set(found.counts) <= {pairwise.TIES}
     assert found.values["reward"][0] == rewards({name: text})[0]
     assert found.weights["win_rate"].sum() == found.weights["reward"].sum() == COUNT

@@ -50,8 +50,8 @@ AUTO = tuple(f"model.{key}=auto" for key in KEYS)
 ORDER = [(False, 1024), (False, 256), (True, 1024), (True, 256)]
 
 
-def planned(cfg: RunConfig) -> MemoryPlan:
-    """What a run's memory is estimated by: that of its configuration with the model as it is described."""
+def make_plan(cfg: RunConfig) -> MemoryPlan:
+    """Makes the plan that a run's memory is estimated by, with the model as it is described."""
     cfg, base, *_ = resolve(cfg)
     return replace(make_memory_plan(cfg), model=base.spec)
 
@@ -63,7 +63,7 @@ def cfg(world: World) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def plan(cfg: RunConfig) -> MemoryPlan:
-    return planned(cfg)
+    return make_plan(cfg)
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def made(model: ModelSpec) -> tuple[object, object]:
     return model.gradient_checkpointing, model.logps_chunk
 
 
-def estimated(plan: MemoryPlan) -> MemoryEstimate:
+def estimate_plan(plan: MemoryPlan) -> MemoryEstimate:
     """What a plan needs with its own model, and a batch that is the least it may be."""
     return plan.estimate(load_config(plan.model.path), plan.model, plan.smallest_batch)
 
@@ -83,7 +83,7 @@ def estimated(plan: MemoryPlan) -> MemoryEstimate:
 def estimates(cfg: RunConfig) -> list[MemoryEstimate]:
     """Those of the choices in their order, each computed from the configuration that sets the choice by hand."""
     choices = (replace(cfg.model, gradient_checkpointing=again, logps_chunk=chunk) for again, chunk in ORDER)
-    return [estimated(make_memory_plan(replace(cfg, model=model))) for model in choices]
+    return [estimate_plan(make_memory_plan(replace(cfg, model=model))) for model in choices]
 
 
 # ------------------------------------------------------------------------------------------------ other hardware
@@ -103,7 +103,7 @@ def test_the_estimates_of_other_hardware_are_those_of_the_same_command_there(wor
         others = others_of(world.config("weights=uniform", *given), config)
         assert tuple(others) == ALONE
         for option in ALONE[:2]:
-            assert others[option] == estimated(make_memory_plan(world.config("weights=uniform", option)))
+            assert others[option] == estimate_plan(make_memory_plan(world.config("weights=uniform", option)))
         # The third takes 8-bit moments, whose package need not be there for the estimate.
         assert others[ALONE[2]].total < others[ALONE[0]].total
 
@@ -112,9 +112,9 @@ def test_hardware_that_would_hold_the_run_is_named_where_this_does_not(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cfg = world.config("weights=uniform")
-    plan = planned(cfg)
+    plan = make_plan(cfg)
     totals = {option: estimate.total for option, estimate in others_of(cfg, load_config(str(world.model))).items()}
-    room = sorted({*totals.values(), estimated(make_memory_plan(cfg)).total})[1] * 1.1  # the two least fit
+    room = sorted({*totals.values(), estimate_plan(make_memory_plan(cfg)).total})[1] * 1.1  # the two least fit
     monkeypatch.setattr(memory, "device_memory", lambda device: int(room))
     caplog.set_level(logging.INFO)
     log_training_memory(plan, plan.model, plan.smallest_batch, cfg.composed.overrides, cfg.composed.config_dir)
@@ -181,7 +181,7 @@ def test_the_estimates_are_those_of_the_choices_and_fall_where_memory_is_what_di
         plan.estimate(config, choice, plan.smallest_batch).total for choice in plan.model.memory_choices()
     ]
     assert totals[0] > totals[2] and min(totals) == totals[-1]
-    assert estimated(make_memory_plan(cfg)).total == totals[-1], "of a configuration that is undecided"
+    assert estimate_plan(make_memory_plan(cfg)).total == totals[-1], "of a configuration that is undecided"
 
 
 def test_least_is_taken_where_none_fits_or_memory_is_not_known(
@@ -289,7 +289,7 @@ def test_budgets_are_as_large_as_a_step_where_there_is_room_and_the_least_where_
 ) -> None:
     """A step is 4 pairs of two rows of 64 tokens; a number of pairs leaves no budget to choose."""
     caplog.set_level(logging.INFO)
-    plan = planned(world.config(*FILL))
+    plan = make_plan(world.config(*FILL))
     assert (plan.smallest_batch.token_budget, plan.smallest_batch.eval_token_budget) == (128, 256)
     assert fit_memory(plan)[1] == plan.smallest_batch
     monkeypatch.setattr(memory, "device_memory", lambda device: 1 << 40)
@@ -299,7 +299,7 @@ def test_budgets_are_as_large_as_a_step_where_there_is_room_and_the_least_where_
     assert len(said) == 2 and said[1].startswith("batch.tokens=auto and batch.eval_tokens=auto: activations kept, ")
     assert "384 tokens per forward, 32,768 in validation (the fastest that fits the device's 1024.0 GiB)" in said[1]
     config = world.config("batch.tokens=auto", "batch.eval_tokens=auto")
-    counted = planned(config)
+    counted = make_plan(config)
     assert (counted.smallest_batch.tokens, counted.smallest_batch.micro) == (None, 2)
     assert fit_memory(counted) == (counted.model, counted.smallest_batch)
     assert make_identity(config).numbers == make_identity(world.config()).numbers

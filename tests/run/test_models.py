@@ -194,7 +194,7 @@ def test_an_objective_without_a_reference_holds_none(
     """No second model is loaded and no log-prob of one is stored, whatever ``reference`` says; DPO loads its own."""
     found: list[TrainingOutcome] = []
 
-    def watched(*arguments: Any) -> TrainingOutcome:
+    def watch_training(*arguments: Any) -> TrainingOutcome:
         found.append(train(*arguments))
         return found[-1]
 
@@ -204,7 +204,7 @@ def test_an_objective_without_a_reference_holds_none(
         loaded.append(load_base_model(base))
         return loaded[-1]
 
-    monkeypatch.setattr(training_room, "train", watched)
+    monkeypatch.setattr(training_room, "train", watch_training)
     monkeypatch.setattr(policies_room, "load_base_model", counted)
     run(world.config(f"objective={objective}", "weights=uniform", "callbacks=none", "trainer.max_steps=1"), tmp_path)
     assert (found[0].reference is None) == (objective != "dpo")

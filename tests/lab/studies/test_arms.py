@@ -32,7 +32,7 @@ def composed(*overrides: str) -> FitConfig:
     return load("fit", list(overrides))
 
 
-def expanded(cfg: FitConfig, study: Study) -> tuple[list[Arm], dict[tuple[str, str], ComposedConfig]]:
+def expand_study(cfg: FitConfig, study: Study) -> tuple[list[Arm], dict[tuple[str, str], ComposedConfig]]:
     """All arms of a study, layers told apart, and their configs as the runner composes them."""
     composer = make_composer(cfg, study)
     whole = composer.compose_all_arms()
@@ -66,7 +66,7 @@ def test_the_arms_of_a_shipped_study_are_different_runs(name: str) -> None:
         predictions=None,
         grids={arm: grid for arm, grid in whole.grids.items() if arm not in left},
     )
-    arms, made = expanded(cfg, study)
+    arms, made = expand_study(cfg, study)
     check_user_overrides(make_composer(cfg, study), make_identity(cfg).result)
     check_distinct_arms(study, arms, made, dict.fromkeys(made, DEPTH))
     values = [str(arm_identity(make_identity(arm.config).result)) for arm in made.values()]
