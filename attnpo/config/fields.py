@@ -1,4 +1,4 @@
-"""Converts components back to config values, and lists the keys that cannot change any computed number."""
+"""Converts components back to config values, and lists the keys that do not affect results."""
 
 import dataclasses
 import inspect

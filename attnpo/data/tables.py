@@ -250,7 +250,7 @@ def _split_files(folder: Path, split: str, option: str) -> list[Path]:
         raise UserError(
             f"{option}={split}: {folder} has no file {split}.jsonl, {split}.csv or {split}.parquet; its files: "
             f"{listed}{_suggest_split(split, list(stems.values()), option)}. Choose one with {option}=NAME, "
-            "without the ending"
+            "without the file extension"
         )
     shards = [file for file in files if _SHARD.search(file.name[: -len(_readable_suffix(file) or "")])]
     if (len(files) > 1 and shards != files) or len({(_readable_suffix(file), file.parent) for file in files}) > 1:

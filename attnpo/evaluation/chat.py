@@ -69,7 +69,7 @@ class Answerer(Protocol):
         Sampling depends only on the seed, the conversation and the draw's index.
 
         Raises:
-            UserError: the backend cannot answer now; replies yielded before remain valid.
+            UserError: the backend cannot answer now; replies already yielded remain valid.
         """
 
 

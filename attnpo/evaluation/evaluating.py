@@ -76,7 +76,8 @@ class Grading:
 def evaluate(cfg: EvaluateConfig) -> int:
     """Runs an evaluation and prints its scores; returns the exit status, which is 1 if some calls have no reply.
 
-    The scores are also written to the evaluation's folder. A finished evaluation is only printed again.
+    The scores are also written to the evaluation's folder. If the evaluation is already finished, its scores
+    are only printed.
 
     Raises:
         UserError: data, answers or replies are invalid, or another process is using the folder.

@@ -1,7 +1,7 @@
 """Compiles a model's blocks one by one with ``torch.compile``, and checks that results stay the same.
 
 Blocks of the same kind share their compiled code. Adapters are compiled too. Not compiled are activation checkpointing,
-layouts, the vocabulary head with its chunk loop, calls with a key cache, and bucketed attention, whose shapes change
+layouts, the vocabulary head with its chunk loop, calls with a KV cache, and bucketed attention, whose shapes change
 with every batch.
 """
 

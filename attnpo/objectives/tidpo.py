@@ -1,4 +1,4 @@
-"""TI-DPO: token-importance guided DPO, a weighted TDPO2 step plus a triplet term with a sampled anchor response."""
+"""TI-DPO: token-importance guided DPO, a weighted TDPO2 loss plus a triplet loss with a sampled anchor response."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -122,7 +122,7 @@ def _find_undamaged_checkpoint(folder: Path, numbers: Mapping[str, object], poin
         log.warning("resume=auto: %s: %s; resuming from %s instead", last, problem, best)
         return _log_checkpoint(best / STATE)
     if point:
-        log.warning("resume=auto: %s: %s; the point starts over", last, problem)
+        log.warning("resume=auto: %s: %s; this run starts from the beginning", last, problem)
         return None
     raise _damage_error("auto", last / STATE, problem)
 

@@ -1,4 +1,4 @@
-"""Callbacks that decide when to validate and stop, counted in optimiser steps, and show the progress of training."""
+"""Callbacks that schedule validation and early stopping in optimiser steps, and report the progress of training."""
 
 import logging
 import sys

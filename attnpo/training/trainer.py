@@ -1,4 +1,4 @@
-"""Lightning's Trainer built from the run's settings, with checkpoints and validation counted in optimiser steps."""
+"""Lightning's Trainer built from the run's settings, with checkpoints and validation scheduled in optimiser steps."""
 
 import logging
 import warnings

@@ -83,7 +83,7 @@ class WeightSource(ABC):
         return self
 
     def layers_to_store(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the layers to store, 1-based and ascending; (0,) is one row without a layer, () stores nothing."""
+        """Returns the layers to store, 1-based and ascending; (0,) is a single row without a layer, () is nothing."""
         return ()
 
     def rows_to_store(self, num_layers: int, num_heads: Callable[[], int]) -> tuple[StoredRow, ...]:
@@ -118,7 +118,7 @@ class CapturedSource(WeightSource):
     tokens: ClassVar[str] = "source"
 
     def layers_to_store(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the layers to store, 1-based and ascending; (0,) is one row without a layer."""
+        """Returns the layers to store, 1-based and ascending; (0,) is a single row without a layer."""
         return (0,)
 
     def rows_to_read(self) -> tuple[StoredRow, ...]:

@@ -228,7 +228,11 @@ def test_a_point_of_a_study_mends_itself(
     _, error = run_point(given, folder, None, None, None)
     assert error is None
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    way = "the point starts over" if worse in ("both", "best/checkpoint.json") else f"resuming from {folder / 'best'}"
+    way = (
+        "this run starts from the beginning"
+        if worse in ("both", "best/checkpoint.json")
+        else f"resuming from {folder / 'best'}"
+    )
     assert way in line and "\n" not in line
     assert end_of(folder) == runs.end
 

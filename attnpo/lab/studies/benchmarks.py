@@ -286,7 +286,7 @@ def export_chosen_models(
 def _rerun_points(study: str, exports: list[ModelExport], workers: WorkerSettings) -> dict[Point, str]:
     lost: dict[Point, str] = {}
     if exports:
-        log.info("study %s: running %d chosen points again to save their models", study, len(exports))
+        log.info("study %s: rerunning %d selected points to save their models", study, len(exports))
     for export in exports:
         if read_result(export.run)[0] is not None:
             log.warning("%s: the model is missing or damaged, so the point runs again", export.run)
