@@ -265,7 +265,7 @@ def test_a_pair_that_cannot_be_shown_any_more_is_left_out_and_counted() -> None:
     assert pairs[0].pair_id not in found.pair_ids
     assert found.counts[REFUSED] == len(pairs) - len(found.pair_ids) >= 1
     assert len(found.full) == len(found.pair_ids) == len(found.log_odds_drop("right", 0.1))
-    with pytest.raises(UserError, match="none of 1 pairs can be shown"):
+    with pytest.raises(UserError, match="none of the 1 pairs can be judged"):
         measure_token_removal(pairs[:1], {"right": ranked(pairs, right)}, CountingJudge(), Choosy(), removal)
 
 
