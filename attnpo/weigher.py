@@ -17,7 +17,7 @@ from attnpo.data.adapters import Columns, RowError, adapt_row
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import EncodedSet, Tally, encode_pair, prepare_examples, warn_about_special_tokens
 from attnpo.data.rules import AlignRules, LengthRules
-from attnpo.display.weighed_pair import WeighedPair, WeighedPairs, pair_with_weights
+from attnpo.display.weighted_pair import WeightedPair, WeightedPairs, pair_with_weights
 from attnpo.judge.base import LoadedJudge
 from attnpo.judge.causal_judge import CausalJudge, kernel_for
 from attnpo.judge.judge import PAIRS, add_reasoning
@@ -60,7 +60,7 @@ class Weigher:
     >>> weigher = Weigher(model, layer="last", template="judge/testbed.txt")
     >>> weighed = weigher("write a review of the film", "the film was great .", "the film was awful .")
     >>> weighed
-    WeighedPair(..., chosen 6 tokens, rejected 6 tokens, layer 2)
+    WeightedPair(..., chosen 6 tokens, rejected 6 tokens, layer 2)
     >>> weighed.chosen.tokens[:4]
     ('the', ' film', ' was', ' great')
     >>> [verdict.chosen_is_a for verdict in weighed.verdicts]
@@ -182,21 +182,21 @@ class Weigher:
     # ------------------------------------------------------------------------------------------ calling
 
     @overload
-    def __call__(self, prompt: str, chosen: Turns, rejected: Turns) -> WeighedPair: ...
+    def __call__(self, prompt: str, chosen: Turns, rejected: Turns) -> WeightedPair: ...
     @overload
-    def __call__(self, prompt: PairRow) -> WeighedPair: ...
+    def __call__(self, prompt: PairRow) -> WeightedPair: ...
     @overload
-    def __call__(self, prompt: Iterable[PairRow]) -> WeighedPairs: ...
+    def __call__(self, prompt: Iterable[PairRow]) -> WeightedPairs: ...
     @overload
     def __call__(
         self, prompt: Iterable[object], chosen: Iterable[object], rejected: Iterable[object]
-    ) -> WeighedPair | WeighedPairs: ...
+    ) -> WeightedPair | WeightedPairs: ...
     def __call__(
         self,
         prompt: str | PairRow | Iterable[object],
         chosen: Iterable[object] | None = None,
         rejected: Iterable[object] | None = None,
-    ) -> WeighedPair | WeighedPairs:
+    ) -> WeightedPair | WeightedPairs:
         """Returns the weights of one pair, or of many pairs in order.
 
         Args:
@@ -246,8 +246,8 @@ class Weigher:
 
     # ------------------------------------------------------------------------------------------ weighing
 
-    def _weigh_pairs(self, pairs: Sequence[PreferencePair]) -> WeighedPairs:
-        weighed = WeighedPairs([self._finish_pair(one, raw, None, None) for one, raw in self._capture_raw(pairs)])
+    def _weigh_pairs(self, pairs: Sequence[PreferencePair]) -> WeightedPairs:
+        weighed = WeightedPairs([self._finish_pair(one, raw, None, None) for one, raw in self._capture_raw(pairs)])
         self._warn_of_lost_weights(weighed)
         return weighed
 
@@ -285,7 +285,7 @@ class Weigher:
                 log.warning("warning: %s. The arguments of Weigher for these options are %s", problem, names)
         self._least = None
 
-    def _warn_of_lost_weights(self, pairs: Sequence[WeighedPair]) -> None:
+    def _warn_of_lost_weights(self, pairs: Sequence[WeightedPair]) -> None:
         """Warns once if much of the weight falls on source tokens that match no training token."""
         if self._lost or not pairs or self.source.tokens == "train":
             return
@@ -315,7 +315,7 @@ class Weigher:
 
     def _finish_pair(
         self, one: EncodedSet, captured: PairWeights | None, layer: int | str | None, chosen_round: int | None
-    ) -> WeighedPair:
+    ) -> WeightedPair:
         """Returns the pair weighed at ``layer`` and by ``chosen_round``; None means the weigher's own setting."""
         source, pair, raw = self.source, one.pairs[0], self._select_rounds(captured, chosen_round)
         if layer is not None:

@@ -40,9 +40,9 @@ REASONS = {
         for name in ("_load_saved_step", "_saved_pairs")
     },
     "display/look.py::line_colours": "keywords of matplotlib, passed on",
-    "display/weighed_pair.py::rows": "columns of a frame, each of its own kind",
+    "display/weighted_pair.py::rows": "columns of a frame, each of its own kind",
     "display/pair_record.py::from_dict": "JSON as it was read, taken apart and checked here",
-    "display/weighed_pair.py::from_dict": "JSON as it was read, taken apart and checked here",
+    "display/weighted_pair.py::from_dict": "JSON as it was read, taken apart and checked here",
     "models/described.py::_rope_settings": "a model's own configuration, whose numbers are checked where they are read",
     "models/logps.py::forward": "torch gives the autograd context no public type",
     "models/logps.py::backward": "torch gives the autograd context no public type",

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import attnpo
 from attnpo.config.compose import compose, parse
 from attnpo.display.heatmap import heatmap_html
-from attnpo.display.weighed_pair import WeighedPair, WeighedPairs
+from attnpo.display.weighted_pair import WeightedPair, WeightedPairs
 from attnpo.run.inputs import Inputs
 from attnpo.schema import UserError
 from attnpo.weigher import Weigher
@@ -44,7 +44,7 @@ def weigher(world: World) -> Weigher:
 
 
 @pytest.fixture(scope="module")
-def weighed(weigher: Weigher) -> WeighedPair:
+def weighed(weigher: Weigher) -> WeightedPair:
     return weigher(*PAIR)
 
 
@@ -133,7 +133,7 @@ def test_the_defaults_are_those_of_the_configs() -> None:
     assert isinstance(source, Attention) and Attention() == source
 
 
-def test_rounds_are_read_one_by_one(weigher: Weigher, world: World, weighed: WeighedPair) -> None:
+def test_rounds_are_read_one_by_one(weigher: Weigher, world: World, weighed: WeightedPair) -> None:
     first, second = weighed.at(round=1), weighed.at(round=2)
     assert [len(one.verdicts) for one in (weighed, first, second)] == [2, 1, 1]
     assert [one.verdicts[0].chosen_is_a for one in (first, second)] == [True, False]
@@ -193,7 +193,7 @@ def test_a_judge_that_would_write_something_else_is_warned_of_once(
         assert "likely writes" in warned[0] and "(2 of 2)" in warned[0] and "prefill, template and labels" in warned[0]
 
 
-def test_texts_messages_lists_and_rows_are_one_pair(weigher: Weigher, weighed: WeighedPair) -> None:
+def test_texts_messages_lists_and_rows_are_one_pair(weigher: Weigher, weighed: WeightedPair) -> None:
     prompt, chosen, rejected = PAIR
     turns = [{"role": "user", "content": prompt}]
     answers = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
@@ -203,8 +203,8 @@ def test_texts_messages_lists_and_rows_are_one_pair(weigher: Weigher, weighed: W
     several += [weigher([whole]), weigher(row for row in [whole])]
     said = "\n\nHuman: review the film .\n\nAssistant:"
     assert weigher(said, "great .", "awful .").pair.prompt == ({"role": "user", "content": said},), "is no dialogue"
-    assert all(isinstance(one, WeighedPair) for one in single)
-    assert all(isinstance(one, WeighedPairs) and len(one) == 1 for one in several)
+    assert all(isinstance(one, WeightedPair) for one in single)
+    assert all(isinstance(one, WeightedPairs) and len(one) == 1 for one in several)
     for one in [*single, *(many[0] for many in several)]:
         assert one.pair == weighed.pair and torch.equal(one.chosen.weights, weighed.chosen.weights)
 
@@ -212,13 +212,13 @@ def test_texts_messages_lists_and_rows_are_one_pair(weigher: Weigher, weighed: W
 def test_pairs_come_in_their_order_and_twice_if_given_twice(weigher: Weigher) -> None:
     texts = ["the film was great .", "it was raining today .", "the film was great ."]
     many = weigher(["review the film ."] * 3, texts, ["awful ."] * 3)
-    assert isinstance(many, WeighedPairs)
+    assert isinstance(many, WeightedPairs)
     assert [one.pair.chosen for one in many] == texts and [len(part) for part in (many, many[1:])] == [3, 2]
     assert torch.equal(many[0].chosen.weights, many[2].chosen.weights)
     assert len(weigher([])) == 0
 
 
-def test_loaded_objects_whatever_their_kernel(world: World, weighed: WeighedPair) -> None:
+def test_loaded_objects_whatever_their_kernel(world: World, weighed: WeightedPair) -> None:
     model = AutoModelForCausalLM.from_pretrained(world.model, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(world.model)
     for given in (tokenizer, str(world.model)):
@@ -247,7 +247,7 @@ def test_a_source_of_ones_own_settings(world: World) -> None:
 # ------------------------------------------------------------------------------------------------ what comes back
 
 
-def test_tokens_are_the_text_with_their_places(weighed: WeighedPair) -> None:
+def test_tokens_are_the_text_with_their_places(weighed: WeightedPair) -> None:
     for side, one in weighed.sides:
         assert "".join(one.tokens[:-1]) == one.text == weighed.pair.response(side)
         assert [one.text[start:end] for start, end in one.offsets] == [text.strip() for text in one.tokens[:-1]] + [""]
@@ -256,7 +256,7 @@ def test_tokens_are_the_text_with_their_places(weighed: WeighedPair) -> None:
     assert torch.equal(weighed.chosen.relative, weighed.chosen.weights * weighed.chosen.length)
 
 
-def test_dict_frame_and_tokens_agree(weigher: Weigher, weighed: WeighedPair) -> None:
+def test_dict_frame_and_tokens_agree(weigher: Weigher, weighed: WeightedPair) -> None:
     plain = json.loads(json.dumps(weighed.to_dict()))
     frame = weighed.to_frame()
     assert list(frame.columns) == list(weighed.tokens[0]._fields) and len(frame) == len(weighed.tokens)
@@ -271,7 +271,7 @@ def test_dict_frame_and_tokens_agree(weigher: Weigher, weighed: WeighedPair) -> 
     assert [one["pair_id"] for one in many.to_dict()] == [weighed.pair.pair_id] * 2
 
 
-def test_it_is_shown_in_terminal_notebook_page_and_picture(weighed: WeighedPair, tmp_path: Path) -> None:
+def test_it_is_shown_in_terminal_notebook_page_and_picture(weighed: WeightedPair, tmp_path: Path) -> None:
     out = StringIO()
     weighed.show(Console(file=out, width=80, color_system=None))
     assert (
@@ -283,18 +283,18 @@ def test_it_is_shown_in_terminal_notebook_page_and_picture(weighed: WeighedPair,
         page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>") and "attention, layer 2 of 2" in page.read_text()
     )
     assert weighed.svg(tmp_path / "drawn" / "pair.svg").read_text(encoding="utf-8").startswith("<svg")
-    many = WeighedPairs([weighed, weighed])
+    many = WeightedPairs([weighed, weighed])
     assert many._repr_html_().count('class="heat-side chosen"') == 2
-    assert repr(many) == "WeighedPairs(2 pairs)" and "layer 2" in repr(weighed)
+    assert repr(many) == "WeightedPairs(2 pairs)" and "layer 2" in repr(weighed)
 
 
-def test_in_a_notebook_it_is_shown_as_html(weighed: WeighedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_notebook_it_is_shown_as_html(weighed: WeightedPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """As notebooks/01_judge_attention.ipynb shows one in a real kernel."""
     shown: list[str] = []
     monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=None))
     monkeypatch.setattr("IPython.display.display", lambda page: shown.append(page.data))
     weighed.show()
-    WeighedPairs([weighed, weighed]).show()
+    WeightedPairs([weighed, weighed]).show()
     weighed.show(Console(file=(out := StringIO()), width=80))
     assert shown == [heatmap_html([weighed] * count, page=False) for count in (1, 2)]
     assert "p(chosen)" in out.getvalue(), "a console that is given is written to"

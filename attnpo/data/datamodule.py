@@ -24,7 +24,7 @@ from attnpo.data.micro_batches import (
     check_token_budget,
     count_pair_tokens,
 )
-from attnpo.data.prepared import EncodedTexts, ExampleRecipe, WeighedSplits, encode, make_examples, read_pairs
+from attnpo.data.prepared import EncodedTexts, ExampleRecipe, WeightedSplits, encode, make_examples, read_pairs
 from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
 from attnpo.data.sampler import PlannedBatch, SamplerState, StepBatchSampler, count_steps
 from attnpo.judge.base import WeightReader
@@ -266,7 +266,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self._align = AlignRules() if align is None else align
         self._transforms = tuple(transforms)
         self.texts: EncodedTexts | None = None
-        self.made: WeighedSplits | None = None
+        self.made: WeightedSplits | None = None
         self.layout, self.pad_id, self.plan, self.seed = layout, chat.rows.pad_id, plan or BatchPlan(), seed
         self.epochs, self.max_steps = epochs, max_steps
         self._init_state(ahead, self._lengths.max_length, auto)
@@ -339,7 +339,7 @@ class PreferenceDataModule(L.LightningDataModule):
             self.texts = encode(pairs, self.chat, self._lengths, self._store)
         return self.texts
 
-    def weigh(self) -> WeighedSplits:
+    def weigh(self) -> WeightedSplits:
         """Computes weights and examples of both splits; cached. ``source`` must have its layer resolved."""
         if self.made is None:
             texts = self.read_and_encode()

@@ -261,7 +261,7 @@ class ExampleRecipe:
 
 
 @dataclass(frozen=True)
-class WeighedSplits:
+class WeightedSplits:
     """Weights, the examples of both splits made with these weights, and statistics of the examples."""
 
     weighed: WeighingResult
@@ -274,10 +274,10 @@ def prepare_weighed_examples(
     facts: Mapping[str, object],
     encoded: Mapping[str, EncodedSet],
     recipe: ExampleRecipe,
-    make_all: Callable[[Callable[[str, int, TrainingExample], None]], WeighedSplits],
-) -> WeighedSplits:
+    make_all: Callable[[Callable[[str, int, TrainingExample], None]], WeightedSplits],
+) -> WeightedSplits:
     """Loads the examples of both splits from the store, or makes them with ``make_all`` and stores them."""
-    just: list[WeighedSplits] = []
+    just: list[WeightedSplits] = []
 
     def write_examples(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         rows: dict[str, ArrowRowWriter] = {}
@@ -312,7 +312,7 @@ def prepare_weighed_examples(
     weighed = just.pop().weighed if just else _restore_weights(store, made.account["weighed"], encoded, recipe)
     if recipe.reader is not None:
         weighed = replace(weighed, captured=_find_captured(store, weighed, encoded))
-    return WeighedSplits(weighed, sets, measured)
+    return WeightedSplits(weighed, sets, measured)
 
 
 def _find_captured(store: Store, weighed: WeighingResult, encoded: Mapping[str, EncodedSet]) -> CapturedRows:
@@ -320,7 +320,7 @@ def _find_captured(store: Store, weighed: WeighingResult, encoded: Mapping[str, 
     return CapturedRows(store.table(WEIGHTS, weighed.key), list(ids), weighed.layers)
 
 
-def _summarize_split(made: WeighedSplits, split: str, rows: Mapping[str, ArrowRowWriter]) -> dict[str, object]:
+def _summarize_split(made: WeightedSplits, split: str, rows: Mapping[str, ArrowRowWriter]) -> dict[str, object]:
     found, measured = made.sets[split], made.measured[split]
     numbers = {name: getattr(found, name) for name in ("read", "dropped", "content_tokens", "unmatched_tokens")}
     told = {"numbers": measured.numbers, "arrival": asdict(measured.arrival), "tally": vars(found.tally)}
@@ -478,7 +478,7 @@ def encode(pairs: Mapping[str, PairSet], chat: ChatFormat, rules: LengthRules, s
 @phase("weights of the training tokens")
 def make_examples(
     recipe: ExampleRecipe, texts: EncodedTexts, store: Store | None, device: torch.device, refill: str = REFILL
-) -> WeighedSplits:
+) -> WeightedSplits:
     """Makes the examples of both splits; runs the reader's model to compute weights missing from the store."""
     make = partial(_make_examples, recipe, texts, store, device, refill)
     facts = recipe.describe(texts.facts)
@@ -496,7 +496,7 @@ def _make_examples(
     device: torch.device,
     refill: str,
     take: Callable[[str, int, TrainingExample], None] | None = None,
-) -> WeighedSplits:
+) -> WeightedSplits:
     """Makes the examples of both splits; examples passed to ``take`` are not kept in memory."""
     encoded = texts.encoded
     weighed = weigh_splits(recipe.source, recipe.reader, store, encoded, device, refill=refill)
@@ -516,4 +516,4 @@ def _make_examples(
         sets[split] = replace(found, examples=examples)
         sizes = count_row_tokens(encoded[split].encoded).select(np.array(places, dtype=np.int64))
         measured[split] = numbers.compute(sizes)
-    return WeighedSplits(replace(weighed, transforms=transforms), sets, measured)
+    return WeightedSplits(replace(weighed, transforms=transforms), sets, measured)

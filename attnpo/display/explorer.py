@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from attnpo.display.heat import LEGEND, LEVELS, OCTAVES, shade_rules
 from attnpo.display.templating import render
-from attnpo.display.weighed_pair import WeighedPair
+from attnpo.display.weighted_pair import WeightedPair
 from attnpo.schema import SIDES, UserError
 from attnpo.system.files import write_atomically
 
@@ -44,7 +44,7 @@ class ExplorerView:
     round: str = "combined"
 
 
-ExplorerPair = Mapping[ExplorerView, WeighedPair]
+ExplorerPair = Mapping[ExplorerView, WeightedPair]
 """One pair with the same training tokens in every view; pairs may have different views."""
 
 

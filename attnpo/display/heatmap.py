@@ -29,7 +29,7 @@ from attnpo.display.heat import (
     shade_of,
     shade_rules,
 )
-from attnpo.display.pair_record import PairRecord, WeighedResponse
+from attnpo.display.pair_record import PairRecord, WeightedResponse
 from attnpo.display.templating import render
 from attnpo.system.files import write_atomically
 
@@ -48,7 +48,7 @@ def heatmap_html(pairs: Sequence[PairRecord], *, page: bool = True, title: str =
     return render("frame.html", title=title, body=fragment) if page else fragment
 
 
-def _iter_spans(side: WeighedResponse) -> Iterator[tuple[str, str, str]]:
+def _iter_spans(side: WeightedResponse) -> Iterator[tuple[str, str, str]]:
     """Yields the CSS classes, hover text and text of each token."""
     rows = zip(side.tokens, side.relative.tolist(), side.matched_flags, side.end_flags, strict=True)
     for place, (text, relative, matched, end) in enumerate(rows):
@@ -115,7 +115,7 @@ def _side_by_side(panels: Sequence[RenderableType]) -> Table:
     return grid
 
 
-def _side_panel(name: str, side: WeighedResponse, numbers: bool, paper: bool) -> Panel:
+def _side_panel(name: str, side: WeightedResponse, numbers: bool, paper: bool) -> Panel:
     text = Text(overflow="fold")
     for token, relative, matched, end in zip(
         side.tokens, side.relative.tolist(), side.matched_flags, side.end_flags, strict=True

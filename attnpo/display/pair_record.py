@@ -19,7 +19,7 @@ Columns = Mapping[str, Float[Tensor, " m"]]
 
 
 @dataclass(frozen=True)
-class WeighedResponse:
+class WeightedResponse:
     """Response with a weight for each of its m training tokens, the end of turn included.
 
     ``tokens``: the string of each token, including preceding whitespace; if several tokens form one character (byte
@@ -131,7 +131,7 @@ class WeighedResponse:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "WeighedResponse":
+    def from_dict(cls, data: Mapping[str, Any]) -> "WeightedResponse":
         """Restores the response from the result of ``to_dict``.
 
         Raises:
@@ -186,13 +186,13 @@ class PairRecord:
     """
 
     pair: PreferencePair
-    chosen: WeighedResponse
-    rejected: WeighedResponse
+    chosen: WeightedResponse
+    rejected: WeightedResponse
     verdicts: tuple[Verdict, ...] = ()
     note: str = ""
 
     @property
-    def sides(self) -> tuple[tuple[str, WeighedResponse], tuple[str, WeighedResponse]]:
+    def sides(self) -> tuple[tuple[str, WeightedResponse], tuple[str, WeightedResponse]]:
         """Returns ("chosen", chosen response), ("rejected", rejected response)."""
         return ("chosen", self.chosen), ("rejected", self.rejected)
 

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from attnpo.display.heat import WEIGHTS, make_readable, make_visible
 from attnpo.display.heatmap import shade_style
-from attnpo.display.pair_record import WeighedResponse
-from attnpo.display.weighed_pair import WeighedPair
+from attnpo.display.pair_record import WeightedResponse
+from attnpo.display.weighted_pair import WeightedPair
 
 MEANING = {
     "relative": "weight times |y|: 1 for uniform weights",
@@ -27,7 +27,7 @@ _NOTHING = 1e-6  # smaller values are float32 rounding errors
 _DIGITS = {"relative": ".2f", "weight": ".4f", "logp": ".3f", "reference_logp": ".3f", "log_ratio": "+.3f"}
 
 
-def print_pairs(pairs: Sequence[WeighedPair], column: str, console: Console) -> None:
+def print_pairs(pairs: Sequence[WeightedPair], column: str, console: Console) -> None:
     """Prints the pairs with the numbers of ``column`` to ``console``, at full width."""
     previous = None
     for pair in pairs:
@@ -41,7 +41,7 @@ def print_pairs(pairs: Sequence[WeighedPair], column: str, console: Console) -> 
     console.print(Text(f"{column}: {MEANING[column]}. Underlined: no match in the judge's prompt.", style="dim"))
 
 
-def _print_head(one: WeighedPair, console: Console) -> None:
+def _print_head(one: WeightedPair, console: Console) -> None:
     console.rule(Text(make_visible(f"pair {one.pair.pair_id[:12]}")), align="left")
     for message in one.pair.prompt:
         console.print(
@@ -55,7 +55,7 @@ def _print_head(one: WeighedPair, console: Console) -> None:
         )
 
 
-def _make_table(pair: WeighedPair, column: str) -> Table:
+def _make_table(pair: WeightedPair, column: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1), show_footer=True)
     table.add_column("", justify="right", style="dim", no_wrap=True)
     for name, side in pair.sides:
@@ -69,7 +69,7 @@ def _make_table(pair: WeighedPair, column: str) -> Table:
     return table
 
 
-def _format_tokens(side: WeighedResponse, column: str) -> list[tuple[Text, Text]]:
+def _format_tokens(side: WeightedResponse, column: str) -> list[tuple[Text, Text]]:
     rows = (side.columns[column].tolist(), side.relative.tolist(), side.matched_flags, side.end_flags)
     return [
         (

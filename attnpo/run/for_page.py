@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnpo.display.weighed_pair import WeighedPair
+from attnpo.display.weighted_pair import WeightedPair
 from attnpo.schema import PreferencePair
 from attnpo.system.files import parse_json, write_atomically
 
@@ -29,11 +29,11 @@ class SampledAnswer:
 class PageExamples:
     """Examples that a run saved for its study's page."""
 
-    heat: list[WeighedPair]
+    heat: list[WeightedPair]
     answers: list[SampledAnswer]
 
 
-def save_page_examples(folder: Path, heat: Sequence[WeighedPair], sampled: Sequence[PreferencePair]) -> None:
+def save_page_examples(folder: Path, heat: Sequence[WeightedPair], sampled: Sequence[PreferencePair]) -> None:
     """Saves the first pairs, and the answers to a few prompts spread evenly over ``sampled``.
 
     ``sampled``: pairs with the policy's answer as chosen and the base model's as rejected. If it is empty, the answers
@@ -56,7 +56,9 @@ def load_page_examples(folder: Path) -> PageExamples | None:
     path = folder / FILE
     try:
         record = parse_json(path.read_text(encoding="utf-8"))
-        pairs = [WeighedPair.from_dict(pair) for pair in record.get("pairs", [])]  # earlier runs: "heat", of other rows
+        pairs = [
+            WeightedPair.from_dict(pair) for pair in record.get("pairs", [])
+        ]  # earlier runs: "heat", of other rows
         return PageExamples(pairs, [SampledAnswer(**answer) for answer in record["answers"]])
     except FileNotFoundError:
         return None

@@ -12,10 +12,10 @@ from attnpo.data.base import PairSet
 from attnpo.data.example_numbers import SplitStatistics
 from attnpo.data.overlap import Overlap, digest_prompt, write_prompt_digests
 from attnpo.data.prepare import EncodedSet, ExampleSet
-from attnpo.data.prepared import EncodedTexts, ExampleRecipe, WeighedSplits
+from attnpo.data.prepared import EncodedTexts, ExampleRecipe, WeightedSplits
 from attnpo.data.rules import LengthRules
 from attnpo.data.weighing import WeighingResult
-from attnpo.display.weighed_pair import WeighedPair, pair_with_weights
+from attnpo.display.weighted_pair import WeightedPair, pair_with_weights
 from attnpo.models.described import position_warning
 from attnpo.models.loading import load_text_config
 from attnpo.models.spec import ModelSpec
@@ -89,7 +89,7 @@ def read_inputs(cfg: RunConfig, base: BaseModel, readers: Readers) -> Inputs:
         "layer": getattr(source, "layer", None),
     }
 
-    def weigh_texts() -> tuple[ExampleRecipe, WeighedSplits]:
+    def weigh_texts() -> tuple[ExampleRecipe, WeightedSplits]:
         recipe = ExampleRecipe(source, readers.make_reader(source), [*cfg.transforms.values()], cfg.align, cfg.data)
         return recipe, prepared.make_examples(recipe, texts, base.store, base.device, readers.refill_command)
 
@@ -117,7 +117,7 @@ def _count_pairs(made: EncodedTexts) -> int:
     return sum(part.read for part in made.encoded.values())
 
 
-def _count_examples(made: tuple[ExampleRecipe, WeighedSplits]) -> int:
+def _count_examples(made: tuple[ExampleRecipe, WeightedSplits]) -> int:
     return sum(part.read for part in made[1].sets.values())
 
 
@@ -128,7 +128,7 @@ def make_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
 
 def heat_map_pairs(
     inputs: Inputs, tokenizer: PreTrainedTokenizerBase, count: int, policy: Mapping[str, LogpPair] | None = None
-) -> list[WeighedPair]:
+) -> list[WeightedPair]:
     """Returns the first ``count`` training pairs with their weights and the judge's verdicts, if any.
 
     Returns an empty list if weights are computed during training. ``policy``: the tokens' log-probabilities after

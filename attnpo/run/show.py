@@ -24,9 +24,9 @@ from attnpo.data.prepare import EncodedSet, Tally, encode_pairs, make_example
 from attnpo.data.rules import AlignRules
 from attnpo.data.weighing import WeighingResult
 from attnpo.display.heatmap import heatmap_html
-from attnpo.display.pair_record import WeighedResponse
+from attnpo.display.pair_record import WeightedResponse
 from attnpo.display.token_table import print_pairs
-from attnpo.display.weighed_pair import WeighedPair, pair_with_weights
+from attnpo.display.weighted_pair import WeightedPair, pair_with_weights
 from attnpo.judge.layers import distinct_layers, layers_with_attention
 from attnpo.judge.settings import WARN
 from attnpo.models.layouts import padded_layout
@@ -113,7 +113,7 @@ def show(cfg: ShowConfig) -> None:
         log.info("wrote %d views with %d tokens to %s", len(pairs), sum(len(pair.rows()) for pair in pairs), file)
 
 
-def _json_lines(pairs: Sequence[WeighedPair]) -> Iterator[str]:
+def _json_lines(pairs: Sequence[WeightedPair]) -> Iterator[str]:
     """Yields a JSON line per token; writes non-finite numbers, which JSON lacks, as text."""
     for row in (row for pair in pairs for row in pair.rows()):
         plain = {
@@ -123,7 +123,7 @@ def _json_lines(pairs: Sequence[WeighedPair]) -> Iterator[str]:
         yield json.dumps(plain, ensure_ascii=False) + "\n"
 
 
-def _write_pairs(pairs: Sequence[WeighedPair], path: Path) -> None:
+def _write_pairs(pairs: Sequence[WeightedPair], path: Path) -> None:
     """Writes ``pairs`` to ``path`` atomically, in the suffix's format. Raises UserError if another file is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content: str | bytes
@@ -139,7 +139,7 @@ def _write_pairs(pairs: Sequence[WeighedPair], path: Path) -> None:
     write_marked_file(f"out={path}", path, content, MAKER)
 
 
-def load_weighed_pairs(cfg: ShowConfig) -> list[WeighedPair]:
+def load_weighed_pairs(cfg: ShowConfig) -> list[WeightedPair]:
     """Returns the requested pairs under every requested view: one from the command line, or rows of a data set.
 
     Raises UserError if no pairs are named, or if a row does not exist or cannot be weighed or scored.
@@ -323,7 +323,7 @@ def _policy_folder(policy: str | None, run: str | None, column: str) -> str | No
 # ------------------------------------------------------------------------------------------------ a saved step
 
 
-def load_bad_pairs(path: Path, ids: Sequence[str], column: str, model: ModelSpec) -> list[WeighedPair]:
+def load_bad_pairs(path: Path, ids: Sequence[str], column: str, model: ModelSpec) -> list[WeightedPair]:
     """Returns pairs of the saved step ``path``: those in ``ids``, else those with a non-finite loss, else all.
 
     The tokenizer comes from ``model`` if that is set, else from the run. Raises UserError for another kind of file, a
@@ -367,7 +367,7 @@ def _load_saved_tokenizer(model: ModelSpec, path: Path) -> PreTrainedTokenizerBa
     return load_tokenizer(model.path, model.revision)
 
 
-def _saved_pairs(saved: Mapping[str, Any], decode: Callable[[int], str]) -> Iterator[WeighedPair]:
+def _saved_pairs(saved: Mapping[str, Any], decode: Callable[[int], str]) -> Iterator[WeightedPair]:
     rows = saved["batch"]["groups"]["main"]
     count = len(saved["pair_ids"])
     for place, pair_id in enumerate(saved["pair_ids"]):
@@ -382,9 +382,9 @@ def _saved_pairs(saved: Mapping[str, Any], decode: Callable[[int], str]) -> Iter
                 scores["log_ratio"] = scores["logp"] - scores["reference_logp"]
             weights = rows["token_weights"]["reward"][row][kept].float()
             scale = 1.0 if rows["factors"] else float(rows["source_lengths"][row])
-            sides.append(WeighedResponse("", tuple(map(decode, ids)), ids, (), weights, scale, scores=scores))
+            sides.append(WeightedResponse("", tuple(map(decode, ids)), ids, (), weights, scale, scores=scores))
         note = f"loss {float(saved['losses'][place]):g} in the saved step"
-        yield WeighedPair(PreferencePair(pair_id, (), "", ""), sides[0], sides[1], note=note)
+        yield WeightedPair(PreferencePair(pair_id, (), "", ""), sides[0], sides[1], note=note)
 
 
 # ------------------------------------------------------------------------------------------------ numbers of tokens

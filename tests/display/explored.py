@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from attnpo.display.explorer import ExplorerPair, ExplorerView
-from attnpo.display.pair_record import WeighedResponse
-from attnpo.display.weighed_pair import WeighedPair
+from attnpo.display.pair_record import WeightedResponse
+from attnpo.display.weighted_pair import WeightedPair
 from attnpo.schema import Message, PreferencePair
 
 # ruff: noqa: RUF001  # letters that look like others are what is tested here
@@ -32,7 +32,7 @@ def views(layers: int, sources: tuple[str, ...] = ("attention", "rollout"), roun
     ]
 
 
-def cut(text: str, every: int) -> WeighedResponse:
+def cut(text: str, every: int) -> WeightedResponse:
     """A text in tokens of ``every`` characters, with an end of turn."""
     places = range(0, len(text), every)
     offsets = [(start, min(len(text), start + every)) for start in places]
@@ -40,7 +40,7 @@ def cut(text: str, every: int) -> WeighedResponse:
     return response_of(text, [*ids, END], [*offsets, (len(text), len(text))])
 
 
-def spell(words: list[str]) -> WeighedResponse:
+def spell(words: list[str]) -> WeightedResponse:
     """A response whose tokens are words with the space before them."""
     offsets, at = list[tuple[int, int]](), 0
     for word in words:
@@ -49,13 +49,13 @@ def spell(words: list[str]) -> WeighedResponse:
     return response_of("".join(f" {word}" for word in words), [10 + len(word) for word in words], offsets)
 
 
-def response_of(text: str, ids: list[int], offsets: list[tuple[int, int]]) -> WeighedResponse:
+def response_of(text: str, ids: list[int], offsets: list[tuple[int, int]]) -> WeightedResponse:
     """Returns a response without weights, all of whose tokens would have a partner."""
     tokens = tuple(text[start:stop] or "<|im_end|>" for start, stop in offsets)
-    return WeighedResponse(text, tokens, tuple(ids), tuple(offsets), torch.zeros(len(ids)), len(ids), 1.0)
+    return WeightedResponse(text, tokens, tuple(ids), tuple(offsets), torch.zeros(len(ids)), len(ids), 1.0)
 
 
-def weigh(side: WeighedResponse, rng: np.random.Generator, coverage: float = 1.0) -> WeighedResponse:
+def weigh(side: WeightedResponse, rng: np.random.Generator, coverage: float = 1.0) -> WeightedResponse:
     """Log-normal weights that sum to 1, some of them 0 where coverage is below 1."""
     raw = np.exp(1.5 * rng.standard_normal(len(side.tokens)))
     raw[: round((1 - coverage) * len(raw))] = 0
@@ -63,13 +63,13 @@ def weigh(side: WeighedResponse, rng: np.random.Generator, coverage: float = 1.0
 
 
 def pair_of(
-    number: int, prompt: str, sides: tuple[WeighedResponse, WeighedResponse], every: list[ExplorerView]
-) -> dict[ExplorerView, WeighedPair]:
+    number: int, prompt: str, sides: tuple[WeightedResponse, WeightedResponse], every: list[ExplorerView]
+) -> dict[ExplorerView, WeightedPair]:
     """A pair with weights of every view."""
     rng = np.random.default_rng(number)
     coverage = 1.0 if number % 3 else 0.8
     pair = PreferencePair(f"pair-{number}", (Message(role="user", content=prompt),), *(side.text for side in sides))
-    return {view: WeighedPair(pair, weigh(sides[0], rng, coverage), weigh(sides[1], rng)) for view in every}
+    return {view: WeightedPair(pair, weigh(sides[0], rng, coverage), weigh(sides[1], rng)) for view in every}
 
 
 def many(count: int, tokens: int, layers: int) -> list[ExplorerPair]:
@@ -84,7 +84,7 @@ def many(count: int, tokens: int, layers: int) -> list[ExplorerPair]:
     return pairs
 
 
-def hard(layers: int = 2) -> list[dict[ExplorerView, WeighedPair]]:
+def hard(layers: int = 2) -> list[dict[ExplorerView, WeightedPair]]:
     """Pairs in several scripts, with markup, controls and surrogates in them, and log-probabilities."""
     pairs = []
     for number, (prompt, *texts) in enumerate(HARD):

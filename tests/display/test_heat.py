@@ -17,7 +17,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.display.heat import blend, get_tint, make_readable, make_visible, shade_of
 from attnpo.display.heatmap import heatmap_html, heatmap_terminal, write_svg
 from attnpo.display.pair_record import Verdict
-from attnpo.display.weighed_pair import WeighedPair, pair_with_weights
+from attnpo.display.weighted_pair import WeightedPair, pair_with_weights
 from attnpo.schema import EncodedResponse, JudgeRound, Message, PairWeights, PreferencePair, TokenWeights, UserError
 from tests.display.sides import END, pair_of, response
 
@@ -63,7 +63,7 @@ class Reader(HTMLParser):
         return [(kind, title, text) for kind, title, text in self.spans if title is not None]
 
 
-def sample(*texts: str, note: str = "attention, layer 1") -> WeighedPair:
+def sample(*texts: str, note: str = "attention, layer 1") -> WeightedPair:
     texts = texts or ("Good", " bread", ".\n")
     made = [(text, 0.5 / len(texts)) for text in texts]
     chosen = response(*made, (" lost", 0.0), (" heavy", 0.5), (END, 0.0), length=5.0, coverage=0.8)
@@ -222,7 +222,7 @@ def test_not_finite_weights_are_marked_and_surrogates_can_be_written() -> None:
 # ------------------------------------------------------------------------------------------------ terminal
 
 
-def terminal(pair: WeighedPair, width: int = 120, *, colour: bool = False, numbers: bool | None = None) -> str:
+def terminal(pair: WeightedPair, width: int = 120, *, colour: bool = False, numbers: bool | None = None) -> str:
     out = io.StringIO()
     system = "truecolor" if colour else None
     console = Console(file=out, width=width, force_terminal=colour, color_system=system, legacy_windows=False)

@@ -76,8 +76,8 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
     assert found == {
         ("lab/api.py", "fit.py"),  # the command, called from Python
         ("lab/api.py", "lab/results.py"),  # what it gave, read back
-        ("run/for_page.py", "display/weighed_pair.py"),
-        ("run/inputs.py", "display/weighed_pair.py"),
+        ("run/for_page.py", "display/weighted_pair.py"),
+        ("run/inputs.py", "display/weighted_pair.py"),
         ("run/report.py", "display/column_notes.py"),
         ("run/report.py", "display/figures.py"),
         ("run/report.py", "display/heatmap.py"),

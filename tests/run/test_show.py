@@ -14,7 +14,7 @@ from attnpo import show
 from attnpo.data.collate import collate
 from attnpo.data.scoring import score_examples
 from attnpo.display import token_table
-from attnpo.display.weighed_pair import WeighedPair
+from attnpo.display.weighted_pair import WeightedPair
 from attnpo.models.layouts import padded_layout
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
@@ -258,9 +258,9 @@ def test_terminal_and_files_hold_the_same(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = [*words(world, "layers=[1,2]"), *TYPED]
-    found: list[WeighedPair] = []
+    found: list[WeightedPair] = []
 
-    def weighed_once(cfg: ShowConfig) -> list[WeighedPair]:
+    def weighed_once(cfg: ShowConfig) -> list[WeightedPair]:
         found.extend([] if found else load_weighed_pairs(cfg))
         return found
 

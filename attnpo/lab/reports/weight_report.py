@@ -37,7 +37,7 @@ from attnpo.display.printed import (
     read_published_table,
 )
 from attnpo.display.tables import Cell
-from attnpo.display.weighed_pair import WeighedPair
+from attnpo.display.weighted_pair import WeightedPair
 from attnpo.judge.layers import HeadRow, distinct_layers, layers_with_attention
 from attnpo.judge.settings import Judge
 from attnpo.judge.verdicts import judge_warning
@@ -87,7 +87,7 @@ class WeightStatistics:
     tokens: dict[str, "pandas.DataFrame"]
     most: int
     account: dict[str, Cell]
-    heat: list[WeighedPair]
+    heat: list[WeightedPair]
 
 
 def write_weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:

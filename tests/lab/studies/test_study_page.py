@@ -10,7 +10,7 @@ from attnpo.display.column_notes import column_notes
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.look import COLOURS, INK, svg_path
 from attnpo.display.pair_record import Verdict
-from attnpo.display.weighed_pair import WeighedPair
+from attnpo.display.weighted_pair import WeightedPair
 from attnpo.lab.studies.figures import assign_arm_styles, study_figures, unweighted_accuracy, unweighted_margin
 from attnpo.lab.studies.outcome import Outcome
 from attnpo.lab.studies.page import arms_section, write_study_report
@@ -118,7 +118,7 @@ def test_every_column_of_the_main_tables_is_explained(tmp_path: Path) -> None:
         assert set(column_notes(table.columns)) == set(table.columns)
 
 
-def rows(text: str) -> list[WeighedPair]:
+def rows(text: str) -> list[WeightedPair]:
     side = response((text, 0.5), (END, 0.5), reference_logp=[-0.5, -0.25])
     verdicts = (Verdict(True, (1.0, -1.0), "A"), Verdict(False))
     return [pair_of(side, None, [Message(role="user", content=text)], verdicts)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnpo.data.collate import TrainingExample
 from attnpo.display.heatmap import heatmap_html, heatmap_terminal, write_svg
-from attnpo.display.pair_record import PairRecord, Verdict, WeighedResponse
+from attnpo.display.pair_record import PairRecord, Verdict, WeightedResponse
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
 from attnpo.system.files import write_atomically
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class WeighedToken(NamedTuple):
+class WeightedToken(NamedTuple):
     """One training token of a response, as a table row.
 
     ``start``, ``end``: the token's character range in the response (empty for the end of turn). ``relative``: weight
@@ -45,16 +45,16 @@ class _PairViews(ABC):
 
     @property
     @abstractmethod
-    def _all_pairs(self) -> Sequence["WeighedPair"]: ...
+    def _all_pairs(self) -> Sequence["WeightedPair"]: ...
 
     @property
-    def tokens(self) -> list[WeighedToken]:
+    def tokens(self) -> list[WeightedToken]:
         """Returns one row per training token of each pair, chosen response first."""
         rows = (row for pair in self._all_pairs for row in pair.rows())
-        return [WeighedToken(**{name: row[name] for name in WeighedToken._fields}) for row in rows]
+        return [WeightedToken(**{name: row[name] for name in WeightedToken._fields}) for row in rows]
 
     def to_frame(self) -> "pd.DataFrame":
-        """Returns a pandas DataFrame with the fields of ``WeighedToken`` as columns."""
+        """Returns a pandas DataFrame with the fields of ``WeightedToken`` as columns."""
         from pandas import DataFrame
 
         return DataFrame(self.tokens)
@@ -84,7 +84,7 @@ class _PairViews(ABC):
 
 
 @dataclass(frozen=True, repr=False)
-class WeighedPair(_PairViews, PairRecord):
+class WeightedPair(_PairViews, PairRecord):
     """Pair with token weights that can be displayed, saved and recomputed at other layers.
 
     ``layer``: number of the layer, None for sources without layers. ``captured``: raw weights on the source's tokens.
@@ -95,12 +95,12 @@ class WeighedPair(_PairViews, PairRecord):
 
     layer: int | None = None
     captured: PairWeights | None = None
-    again: Callable[[int | str | None, int | None], "WeighedPair"] | None = None
+    again: Callable[[int | str | None, int | None], "WeightedPair"] | None = None
     view: Mapping[str, object] = field(default_factory=dict)
     traces: tuple[str, ...] = ()
 
     @property
-    def _all_pairs(self) -> Sequence["WeighedPair"]:
+    def _all_pairs(self) -> Sequence["WeightedPair"]:
         return (self,)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ class WeighedPair(_PairViews, PairRecord):
             ]
         return found
 
-    def at(self, layer: int | str | None = None, *, round: int | None = None) -> "WeighedPair":
+    def at(self, layer: int | str | None = None, *, round: int | None = None) -> "WeightedPair":
         """Returns the same pair at another layer, or for one judge round (1: chosen is A, 2: chosen is B).
 
         Needs no further forward pass of the judge.
@@ -153,13 +153,13 @@ class WeighedPair(_PairViews, PairRecord):
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "WeighedPair":
+    def from_dict(cls, data: Mapping[str, Any]) -> "WeightedPair":
         """Restores the pair from the result of ``to_dict``.
 
         Raises:
             KeyError, TypeError or ValueError: ``data`` has another format.
         """
-        chosen, rejected = (WeighedResponse.from_dict(data[side]) for side in SIDES)
+        chosen, rejected = (WeightedResponse.from_dict(data[side]) for side in SIDES)
         said = (
             Verdict(one["chosen_is_a"], one["logits"] and tuple(one["logits"]), one["token"])
             for one in data["verdicts"]
@@ -170,39 +170,39 @@ class WeighedPair(_PairViews, PairRecord):
     def __repr__(self) -> str:
         counts = ", ".join(f"{side} {len(one.tokens)} tokens" for side, one in self.sides)
         read = "" if self.layer is None else f", layer {self.layer}"
-        return f"WeighedPair({self.pair.pair_id[:12]}, {counts}{read})"
+        return f"WeightedPair({self.pair.pair_id[:12]}, {counts}{read})"
 
 
-class WeighedPairs(_PairViews, Sequence[WeighedPair]):
+class WeightedPairs(_PairViews, Sequence[WeightedPair]):
     """Weighted pairs in the given order."""
 
-    def __init__(self, pairs: Sequence[WeighedPair]) -> None:
+    def __init__(self, pairs: Sequence[WeightedPair]) -> None:
         self._pairs = tuple(pairs)
 
     def __len__(self) -> int:
         return len(self._pairs)
 
     @overload
-    def __getitem__(self, place: int) -> WeighedPair: ...
+    def __getitem__(self, place: int) -> WeightedPair: ...
     @overload
-    def __getitem__(self, place: slice) -> "WeighedPairs": ...
-    def __getitem__(self, place: int | slice) -> "WeighedPair | WeighedPairs":
-        return WeighedPairs(self._pairs[place]) if isinstance(place, slice) else self._pairs[place]
+    def __getitem__(self, place: slice) -> "WeightedPairs": ...
+    def __getitem__(self, place: int | slice) -> "WeightedPair | WeightedPairs":
+        return WeightedPairs(self._pairs[place]) if isinstance(place, slice) else self._pairs[place]
 
     @property
-    def _all_pairs(self) -> Sequence[WeighedPair]:
+    def _all_pairs(self) -> Sequence[WeightedPair]:
         return self._pairs
 
-    def at(self, layer: int | str | None = None, *, round: int | None = None) -> "WeighedPairs":
+    def at(self, layer: int | str | None = None, *, round: int | None = None) -> "WeightedPairs":
         """Returns the same pairs at another layer, or for one judge round."""
-        return WeighedPairs([pair.at(layer, round=round) for pair in self])
+        return WeightedPairs([pair.at(layer, round=round) for pair in self])
 
     def to_dict(self) -> list[dict[str, object]]:
         """Returns one JSON-serializable mapping per pair."""
         return [pair.to_dict() for pair in self]
 
     def __repr__(self) -> str:
-        return f"WeighedPairs({len(self)} pairs)"
+        return f"WeightedPairs({len(self)} pairs)"
 
 
 def pair_with_weights(
@@ -211,7 +211,7 @@ def pair_with_weights(
     decode: Callable[[int], str],
     captured: PairWeights | None = None,
     scores: Sequence[Mapping[str, Float[Tensor, " _"]]] = ({}, {}),
-) -> WeighedPair:
+) -> WeightedPair:
     """Combines a pair with the weights of its training example.
 
     Args:
@@ -222,7 +222,7 @@ def pair_with_weights(
         scores: further values per token by name, for the chosen and the rejected response.
     """
     chosen, rejected = (
-        WeighedResponse(
+        WeightedResponse(
             pair.response(side),
             tuple(_iter_token_texts(pair.response(side), encoded, decode)),
             tuple(encoded.response_ids),
@@ -244,7 +244,7 @@ def pair_with_weights(
         )
         for one in (() if captured is None else captured.rounds)
     )
-    return WeighedPair(pair, chosen, rejected, verdicts, captured=captured)
+    return WeightedPair(pair, chosen, rejected, verdicts, captured=captured)
 
 
 def _iter_token_texts(text: str, encoded: EncodedResponse, decode: Callable[[int], str]) -> Iterator[str]:
