@@ -9,7 +9,7 @@ NOTES = {
     "point": "learning rate, beta and other grid values, chosen for each arm on validation data alone",
     "values": "where the grid values come from",
     "reward": "true reward of sampled answers to held-out test prompts, mean over seeds and prompts; higher is better",
-    "95 %": "95 % interval of the previous column, over seeds and prompts, wider with few seeds",
+    "95 %": "95 % interval of the previous column, over seeds and prompts; with one seed, over prompts only",
     "win rate": "share of test prompts where the answer has a higher true reward than the base's; 0.5 is the base",
     "KL": "KL divergence from the base in nats per response; a higher value means a larger change",
     "length": "mean number of tokens in a sampled answer",

@@ -32,7 +32,7 @@ from attnpo.data.overlap import count_seen_prompts
 from attnpo.data.prepare import encode_pairs
 from attnpo.data.rules import LengthRules
 from attnpo.evaluation.base import Benchmark, BenchmarkScore, EvaluatedModel, UngradedBenchmark, UngradedResult
-from attnpo.evaluation.intervals import hierarchical_bootstrap
+from attnpo.evaluation.intervals import mean_interval
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.run.folders import find_run_of_model, load_saved_config
 from attnpo.run.identity import make_identity
@@ -347,8 +347,6 @@ SECTIONS: Mapping[str, Mapping[str, int]] = {
     },
 }
 SECTION_OF = {subset: section for section, subsets in SECTIONS.items() for subset in subsets}
-DRAWS = 2000
-"""Resamples of the pairs."""
 
 Values = Float[np.ndarray, "pairs"]
 
@@ -450,10 +448,10 @@ def mean_score(name: str, values: Values) -> BenchmarkScore:
 
 
 def accuracy_interval(values: Values) -> tuple[float, float] | None:
-    """Returns the 95 % interval of the mean over pairs; None if all values are equal and resampling gives no spread."""
+    """Returns the 95 % interval of the mean over pairs; None if all values are equal."""
     if not values.size or np.ptp(values) == 0:
         return None
-    found = hierarchical_bootstrap(values[None], draws=DRAWS)
+    found = mean_interval(values[None])
     return found.low, found.high
 
 

@@ -7,33 +7,86 @@ same seed and prompt.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
-from functools import lru_cache
-from statistics import NormalDist
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from attnpo.schema import UserError
 
 Scores = Float[np.ndarray, "seeds prompts"]
 
 LEVEL = 0.95  # nominal coverage of the intervals
-_DRAWS_AT_ONCE = 4_000_000  # numbers in one chunk of resamples (32 MB)
+QUANTILE = (1 + LEVEL) / 2
 
 
-class PromptSampling(Enum):
-    """Resampling of held-out prompts: one sample shared by all seeds, or a separate one per seed."""
+@dataclass(frozen=True)
+class MeanSquares:
+    """Mean squares of a two-way random-effects analysis of variance: seeds crossed with prompts, one score per cell."""
 
-    SHARED = "shared"
-    PER_SEED = "per_seed"
+    seed: float
+    prompt: float
+    residual: float
+    seeds: int
+    prompts: int
+
+    @classmethod
+    def from_scores(cls, scores: Scores) -> "MeanSquares":
+        """Computes the mean squares of a table with at least two seeds and two prompts."""
+        seeds, prompts = scores.shape
+        by_seed, by_prompt = scores.mean(axis=1, keepdims=True), scores.mean(axis=0, keepdims=True)
+        residuals = scores - by_seed - by_prompt + scores.mean()
+        return cls(
+            prompts * float(by_seed.var(ddof=1)),
+            seeds * float(by_prompt.var(ddof=1)),
+            float((residuals**2).sum()) / ((seeds - 1) * (prompts - 1)),
+            seeds,
+            prompts,
+        )
+
+    @classmethod
+    def from_spreads(cls, spreads: Sequence[float], seeds: int, prompts: int) -> "MeanSquares":
+        """Computes the expected mean squares from the standard deviations of seeds, prompts and residuals."""
+        seed, prompt, residual = (spread**2 for spread in spreads)
+        return cls(prompts * seed + residual, seeds * prompt + residual, residual, seeds, prompts)
+
+    @property
+    def variances(self) -> tuple[float, float, float]:
+        """Returns the estimated variances of seeds, prompts and residuals."""
+        seed, prompt = max(0.0, self.seed - self.residual), max(0.0, self.prompt - self.residual)
+        return seed / self.prompts, prompt / self.seeds, self.residual
+
+    def _estimates(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Returns two estimates of the mean's variance, each with its degrees of freedom: crossed, and over seed means.
+
+        Crossed: (MS_seed + MS_prompt - MS_residual) / (S P), or MS_residual / (S P) if that is not positive, with
+        Satterthwaite's degrees of freedom, but at least S - 1.
+        """
+        rows, columns, cells = float(self.seeds - 1), self.prompts - 1, self.seeds * self.prompts
+        total, freedom = self.seed + self.prompt - self.residual, rows * columns
+        if total > 0:
+            freedom = total**2 / (self.seed**2 / rows + self.prompt**2 / columns + self.residual**2 / freedom)
+        crossed = (total if total > 0 else self.residual) / cells
+        return (crossed, max(freedom, rows)), (self.seed / cells, rows)
+
+    def half_width(self) -> float:
+        """Returns half the width of the mean's 95 % interval: the wider of Student's t for both estimates."""
+        return max(t_quantile(QUANTILE, freedom) * math.sqrt(variance) for variance, freedom in self._estimates())
+
+    def p_value(self, mean: float) -> float:
+        """Returns the two-sided p-value of a mean against 0: the larger of both estimates."""
+        from scipy.special import stdtr
+
+        known = [(variance, freedom) for variance, freedom in self._estimates() if variance > 0]
+        p_values = (2 * float(stdtr(freedom, -abs(mean) / math.sqrt(variance))) for variance, freedom in known)
+        return max(p_values, default=float(mean == 0))  # all scores are equal
 
 
 @dataclass(frozen=True)
 class Interval:
     """Mean with its 95 % interval, and the numbers of seeds and prompts.
 
-    ``low`` and ``high`` are NaN for a single value, which has no interval.
+    ``low`` and ``high`` are NaN for a single value, which has no interval. ``squares``: mean squares from which the
+    width was computed; None unless several seeds share their prompts.
     """
 
     mean: float
@@ -41,6 +94,7 @@ class Interval:
     high: float
     seeds: int
     prompts: int
+    squares: MeanSquares | None = None
 
     @property
     def excludes_zero(self) -> bool:
@@ -54,46 +108,56 @@ class Interval:
         return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
-# ------------------------------------------------------------------------------------------------ bootstrap
+# ------------------------------------------------------------------------------------------------ intervals
 
 
-def hierarchical_bootstrap(
-    values: Scores, *, draws: int = 10_000, seed: int = 0, prompts: PromptSampling = PromptSampling.SHARED
-) -> Interval:
-    """Returns the mean of ``values`` with a percentile interval from resampling seeds, then prompts.
-
-    The percentiles are widened for small samples (Hesterberg, The American Statistician 69, 2015): a bootstrap over n
-    units underestimates their variance by (n - 1) / n and misses heavy tails, so that plain percentiles over 5 seeds
-    cover about 83 instead of 95 percent. The effective number of units follows Satterthwaite's rule from the variances
-    over seeds and over prompts. If training noise dominates, it is close to the number of seeds (and the widening is
-    large); if the choice of prompts dominates, it is close to the number of prompts.
+def mean_interval(values: Scores, *, same_prompts: bool = True) -> Interval:
+    """Returns the mean of ``values`` with a 95 % interval over seeds and prompts.
 
     Args:
-        values: one row per training seed, one column per held-out prompt; all finite. With one row, only prompts are
-            resampled.
-        draws: number of resamples.
-        seed: seed of the resampling; equal arguments give equal intervals.
-        prompts: SHARED resamples one set of prompts for all seeds, which is correct if all seeds answer the same
-            prompts (a prompt's peculiarities do not average out over seeds). PER_SEED resamples prompts for each seed
-            separately.
-
-    An interval over S seeds extends beyond the range of the S seed means only because of the noise from prompts. If
-    seeds dominate, it cannot cover more than about 94 percent with 5 seeds, or 75 percent with 3.
+        values: one row per training seed, one column per held-out prompt; all finite. With one row, the interval is
+            over prompts alone and says nothing about training noise.
+        same_prompts: True if all seeds answer the same prompts (see ``MeanSquares.half_width``). If False, the interval
+            is Student's t over the means of the seeds.
     """
     scores = _check_scores(values, "values")
-    if draws < 1:
-        raise UserError(f"the number of bootstrap draws must be at least 1, got {draws}")
-    seeds, width = scores.shape
-    mean = float(scores.mean())
+    mean, squares, (seeds, width) = float(scores.mean()), None, scores.shape
+    units = scores[0] if len(scores) == 1 else scores.mean(axis=1)
     if scores.size == 1:
-        return Interval(mean, math.nan, math.nan, 1, 1)
-    tail = widened_tail(_degrees_of_freedom(scores))
-    low, high = np.quantile(_resampled_means(scores, draws, seed, prompts), (tail, 1 - tail))
-    return Interval(mean, float(low), float(high), seeds, width)
+        reach = math.nan
+    elif 1 in scores.shape or not same_prompts:
+        reach = t_quantile(QUANTILE, len(units) - 1) * float(units.std(ddof=1)) / math.sqrt(len(units))
+    else:
+        squares = MeanSquares.from_scores(scores)
+        reach = squares.half_width()
+    return Interval(mean, mean - reach, mean + reach, seeds, width, squares)
+
+
+def smallest_effect(expected: MeanSquares, power: float = 0.8, draws: int = 2000) -> float:
+    """Returns the smallest true mean whose interval excludes 0 in a share ``power`` of studies.
+
+    Simulates tables with these expected mean squares: their mean is independent of their mean squares, which follow
+    chi-squared distributions.
+    """
+    from scipy.special import ndtr
+
+    random, rows, columns = np.random.default_rng(0), expected.seeds - 1, expected.prompts - 1
+    means = (expected.seed, expected.prompt, expected.residual)
+    freedoms = (rows, columns, rows * columns)
+    drawn = (mean / free * random.chisquare(free, draws) for mean, free in zip(means, freedoms, strict=True))
+    tables = (MeanSquares(a, b, c, expected.seeds, expected.prompts) for a, b, c in zip(*drawn, strict=True))
+    reach = np.array([table.half_width() for table in tables])
+    spread = math.sqrt((means[0] + means[1] - means[2]) / (expected.seeds * expected.prompts))
+    low, high = 0.0, float(reach.max()) + 5 * spread
+    for _ in range(40):
+        effect = (low + high) / 2
+        detected = ndtr((effect - reach) / spread).mean()
+        low, high = (low, effect) if detected >= power else (effect, high)
+    return high
 
 
 def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds other_prompts"]) -> Interval:
-    """Returns the mean of ``first - second``, paired by seed and prompt, with a ``hierarchical_bootstrap`` interval.
+    """Returns the mean of ``first - second``, paired by seed and prompt, with its ``mean_interval``.
 
     In both, row i belongs to the same seed (base model, data, order) and column j to the same held-out prompt.
 
@@ -106,100 +170,24 @@ def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds othe
             f"paired difference: both arms must have the same seeds and prompts, got {one.shape[0]} seeds x "
             f"{one.shape[1]} prompts and {two.shape[0]} x {two.shape[1]}; keep only seeds and prompts that both have"
         )
-    return hierarchical_bootstrap(one - two)
+    return mean_interval(one - two)
 
 
-def _resampled_means(scores: Scores, draws: int, seed: int, prompts: PromptSampling) -> Float[np.ndarray, " draws"]:
-    """Returns the means of bootstrap resamples, which are represented as counts per seed and per prompt."""
-    seeds, width = scores.shape
-    if prompts is PromptSampling.SHARED and draws * width <= _DRAWS_AT_ONCE:
-        chosen, drawn = _shared_draws(seeds, width, draws, seed)
-        return np.asarray(((chosen @ scores) * drawn).sum(axis=1) / (seeds * width), dtype=np.float64)
-    random = np.random.default_rng(seed)
-    per_draw = width if prompts is PromptSampling.SHARED else seeds * width
-    chunk = max(1, _DRAWS_AT_ONCE // per_draw)
-    even_seeds, even_prompts = np.full(seeds, 1 / seeds), np.full(width, 1 / width)
-    out = []
-    for start in range(0, draws, chunk):
-        count = min(chunk, draws - start)
-        chosen = random.multinomial(seeds, even_seeds, size=count)
-        if prompts is PromptSampling.SHARED:
-            drawn = random.multinomial(width, even_prompts, size=count)
-            sums = ((chosen @ scores) * drawn).sum(axis=1)
-        else:
-            nested = random.multinomial(chosen * width, even_prompts)  # a seed drawn twice draws its prompts twice
-            sums = np.einsum("bsp,sp->b", nested, scores, optimize=True)
-        out.append(sums / (seeds * width))
-    return np.concatenate(out)
+def correct_by_holm(p_values: Sequence[float]) -> list[float]:
+    """Returns the p-values corrected for their number by Holm's step-down method."""
+    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    corrected, least = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(order):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))
+        corrected[place] = least
+    return corrected
 
 
-@lru_cache(maxsize=4)
-def _shared_draws(
-    seeds: int, width: int, draws: int, seed: int
-) -> tuple[Int[np.ndarray, "draws seeds"], Int[np.ndarray, "draws width"]]:
-    """Returns seed and prompt counts of ``draws`` resamples; independent of the scores, so a study can reuse them."""
-    random = np.random.default_rng(seed)
-    chosen = random.multinomial(seeds, np.full(seeds, 1 / seeds), size=draws)
-    return chosen, random.multinomial(width, np.full(width, 1 / width), size=draws)
+def t_quantile(probability: float, freedom: int | float) -> float:
+    """Returns a quantile of Student's t; ``freedom`` need not be an integer."""
+    from scipy.special import stdtrit
 
-
-def _degrees_of_freedom(scores: Scores) -> int:
-    """Returns Satterthwaite's degrees of freedom of the grand mean, rounded down but at least 1."""
-    parts = [
-        (float(means.var(ddof=1)) / len(means), len(means) - 1)
-        for means in (scores.mean(axis=1), scores.mean(axis=0))
-        if len(means) > 1
-    ]
-    total = sum(part for part, _ in parts)
-    if total == 0:
-        return max(freedom for _, freedom in parts)
-    return max(1, math.floor(1 / sum((part / total) ** 2 / freedom for part, freedom in parts) + 1e-9))
-
-
-def widened_tail(freedom: int) -> float:
-    """Returns the tail probability that makes a percentile interval over few units as wide as a t interval."""
-    reach = math.sqrt((freedom + 1) / freedom) * t_quantile((1 + LEVEL) / 2, freedom)
-    return NormalDist().cdf(-reach)
-
-
-def t_quantile(probability: float, freedom: int) -> float:
-    """Returns a quantile of Student's t with an integer number of degrees of freedom, accurate to about 1e-12.
-
-    Uses bisection on the angle atan(t / sqrt(freedom)), because the distribution function is a finite sum of powers of
-    the angle's sine and cosine (Abramowitz and Stegun 26.7.3 and 26.7.4).
-    """
-    if not 0 < probability < 1:
-        raise UserError(f"quantile: expected a probability between 0 and 1, got {probability}")
-    if freedom < 1:
-        raise UserError(f"Student's t: expected at least 1 degree of freedom, got {freedom}")
-    if probability < 0.5:
-        return -t_quantile(1 - probability, freedom)
-    low, high = 0.0, math.pi / 2
-    factors = _t_series_coefficients(freedom)
-    for _ in range(60):
-        middle = (low + high) / 2
-        if 0.5 + 0.5 * _central_t_probability(middle, freedom, factors) < probability:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(freedom) * math.tan((low + high) / 2)
-
-
-def _t_series_coefficients(freedom: int) -> Float[np.ndarray, " terms"]:
-    """Returns coefficients of the cosine's even powers: 1, 2/3, 2*4/(3*5)... (odd) or 1, 1/2, 1*3/(2*4)... (even)."""
-    terms = freedom // 2
-    step = np.arange(1, terms, dtype=np.float64)
-    ratios = (2 * step) / (2 * step + 1) if freedom % 2 else (2 * step - 1) / (2 * step)
-    return np.concatenate([np.ones(min(terms, 1)), np.cumprod(ratios)])
-
-
-def _central_t_probability(angle: float, freedom: int, factors: Float[np.ndarray, " terms"]) -> float:
-    """Returns the probability that |t| stays below sqrt(freedom) * tan(angle)."""
-    cosine = math.cos(angle)
-    series = float(factors @ cosine ** (2.0 * np.arange(len(factors)))) * math.sin(angle)
-    if freedom % 2 == 0:
-        return series
-    return (2 / math.pi) * (angle + series * cosine)
+    return float(stdtrit(freedom, probability))
 
 
 # ------------------------------------------------------------------------------------------------ ranks

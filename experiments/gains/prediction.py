@@ -9,12 +9,13 @@ leave out whole worlds.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import pandas
 from jaxtyping import Bool, Float, Int
 
-from attnpo.evaluation.intervals import Interval, tied_ranks, widened_tail
+from attnpo.evaluation.intervals import LEVEL, Interval, t_quantile, tied_ranks
 
 DRAWS = 2000
 WORLDS_TO_FIT = 3  # minimum for leaving one out: a line through a single world says nothing about worlds
@@ -72,6 +73,15 @@ def correlation_within_groups(cases: pandas.DataFrame, name: str) -> Interval:
     first = groups.head(1).assign(within=found).dropna(subset="within")
     means = first["within"].to_numpy(float)
     return cluster_bootstrap(_rows_by_world(first), lambda rows: float(means[rows].mean()) if len(rows) else math.nan)
+
+
+def widened_tail(freedom: int) -> float:
+    """Returns the tail probability that makes a percentile interval over few units as wide as a t interval.
+
+    Resampling n units underestimates their variance by (n - 1) / n (Hesterberg, The American Statistician 69, 2015).
+    """
+    reach = math.sqrt((freedom + 1) / freedom) * t_quantile((1 + LEVEL) / 2, freedom)
+    return NormalDist().cdf(-reach)
 
 
 def cluster_bootstrap(nested: Sequence[Mapping[int, Rows]], statistic: Callable[[Rows], float]) -> Interval:

@@ -20,7 +20,7 @@ import numpy as np
 from attnpo.data.prepare import EncodedSet, sample_as_splits, select_calibration_pairs
 from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
 from attnpo.display.tables import Cell
-from attnpo.evaluation.intervals import PromptSampling, hierarchical_bootstrap
+from attnpo.evaluation.intervals import mean_interval
 from attnpo.lab.auto_layer import layer_rankings, pool_splits
 from attnpo.lab.studies.outcome import Outcome, PointResults, group_by_point, has_truth, rewards_at_kl
 from attnpo.lab.studies.study import MeasuredBy
@@ -286,7 +286,7 @@ class _WorldReport:
         for head, mode, share in self._removal_columns():
             found = [self.by_seed[seed]["weights"][name][mode][share] for seed in mine["seed"]]
             scores = np.array([one[: min(map(len, found))] for one in found], dtype=float)  # as many pairs of each
-            row[head] = hierarchical_bootstrap(scores, draws=2000, prompts=PromptSampling.PER_SEED).text(2)
+            row[head] = mean_interval(scores, same_prompts=False).text(2)
         row["score"] = round(float(mine["score"].mean()), 2)
         if mine["true mass"].notna().any():
             row["true mass"] = round(float(mine["true mass"].mean()), 3)

@@ -9,7 +9,7 @@ import numpy as np
 
 from attnpo.display.look import SOFT, ArmStyle, ArmStyles, ScoreInterval, make_arm_styles
 from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
-from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap, paired_difference
+from attnpo.evaluation.intervals import Interval, mean_interval, paired_difference
 from attnpo.lab.figures import (
     ArmPanel,
     FrontierPoint,
@@ -53,7 +53,7 @@ def base_score_interval(point: PointResults) -> ScoreInterval:
     mean = point.mean_truth_score("test", "base_reward")
     if len(kept) < len(rows):
         return ScoreInterval(mean)
-    found = hierarchical_bootstrap(np.array(kept))
+    found = mean_interval(np.array(kept))
     return ScoreInterval(mean, found.low, found.high)
 
 
@@ -64,7 +64,7 @@ def to_score_interval(found: Interval | None) -> ScoreInterval:
 
 def seed_interval(values: Sequence[float]) -> Interval | None:
     """Returns the mean over seeds with its interval; None if a value is not finite."""
-    return hierarchical_bootstrap(np.array(values)[:, None]) if all(map(math.isfinite, values)) else None
+    return mean_interval(np.array(values)[:, None]) if all(map(math.isfinite, values)) else None
 
 
 def _world_suffix(world: str) -> str:
