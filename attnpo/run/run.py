@@ -254,9 +254,12 @@ def score_by_true_reward(
         score = scorer.score(model, base, tokenizer, split=split, base_answers=rivals)
         rewards, of_base = (every.mean(axis=1).round(6).tolist() for every in (score.rewards, score.base_rewards))
         scores[split] = TruthScores(score.scalars(), rewards, of_base)
+        firsts = slice(None, None, score.rewards.shape[1])  # first answer to each prompt
         sampled = [
             PreferencePair.from_texts([Message(role="user", content=prompt)], answer, rival)
-            for prompt, answer, rival in zip(score.prompts, score.answers, rivals.texts, strict=True)
+            for prompt, answer, rival in zip(
+                score.prompts[firsts], score.answers[firsts], rivals.texts[firsts], strict=True
+            )
         ]
     log.info(
         "true reward on held-out prompts: %.3f (base %.3f), win rate %.3f, KL %.2f",

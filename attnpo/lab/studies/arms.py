@@ -103,6 +103,11 @@ class Composer:
         """Returns the overrides of every arm by name, for all worlds."""
         return self.study.all_arms(self.truth)
 
+    @property
+    def _shared(self) -> list[str]:
+        """Returns the study's shared overrides, without those of ``truth`` if the setting has no true reward."""
+        return [item for item in self.study.shared if self.truth or not override_key(item).startswith("truth.")]
+
     def overrides_for_points(self) -> list[str]:
         """Returns the user's overrides that apply to points: all except those for keys that only a study has."""
         return [override for override in self.overrides if not override_key(override).startswith(OF_STUDY)]
@@ -119,7 +124,7 @@ class Composer:
         groups = {override_key(override) for override in chosen if "." not in override_key(override)}
         parts = [(override, override_key(override).partition(".")) for override in user]
         foreign = [override for override, (group, dot, _) in parts if dot and group in groups]
-        merged = merge_overrides(self.study.shared, user, chosen, single)
+        merged = merge_overrides(self._shared, user, chosen, single)
         try:
             return ComposedConfig(compose("fit", merged, self.config_dir), merged)
         except UserError:
@@ -128,7 +133,7 @@ class Composer:
         log.info(
             "arm %s: ignoring override %s, which does not apply to this arm", " ".join(overrides), " ".join(foreign)
         )
-        merged = merge_overrides(self.study.shared, [item for item in user if item not in foreign], chosen, single)
+        merged = merge_overrides(self._shared, [item for item in user if item not in foreign], chosen, single)
         return ComposedConfig(compose("fit", merged, self.config_dir), merged)
 
     def compose_all_arms(self) -> dict[tuple[str, str], ComposedConfig]:

@@ -24,6 +24,8 @@ def test_the_base_scores_even_against_itself(loaded_base: Loaded) -> None:
     assert score.rewards[0, 0] == first.reward
     assert score.prompts[0] == score.prompts[1] != score.prompts[2]
     assert set(numbers) >= {"reward", "win_rate", "kl", "length", "polarity", "broken"}
+    validation = scorer.score(model, model, tokenizer, split="validation")
+    assert validation.rewards.shape == (60, 1), "validation only chooses a point: one answer a prompt"
 
 
 def test_base_answers_can_be_given_and_change_nothing(loaded_base: Loaded) -> None:
