@@ -14,7 +14,8 @@ Tables from the store and from finished folders; printed=FILE.csv adds published
   weights           statistics of the weights a run would train with; uses the groups below
   study FOLDER ...  tables of finished studies; several studies are shown side by side
   run FOLDER ...    one row per finished run; with FOLDER ... alone the kind is detected
-  scores FOLDER ... finished evaluations in the paper's format: scores, spreads, ranks, lengths"""
+  scores FOLDER ... finished evaluations in the paper's format: scores, spreads, ranks, lengths
+  pool FOLDER ...   studies of one world with different seeds, or their records.json, as one study"""
 EXAMPLES = """\
 python -m attnpo.report weights layers=[1,2,3,4]
 python -m attnpo.report scores outputs/eval-* printed=experiments/paper/main_results/printed.csv"""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from attnpo.cli.terminal import command_text
 from attnpo.lab.reports.output import check_output_folder
-from attnpo.lab.reports.report_config import PLACES, SCORES, WEIGHTS, ReportConfig, printed_files, report_kind
+from attnpo.lab.reports.report_config import PLACES, POOL, SCORES, WEIGHTS, ReportConfig, printed_files, report_kind
 from attnpo.schema import UserError, digest
 from attnpo.system.locks import folder_lock
 from attnpo.system.processes import world_size
@@ -41,6 +41,10 @@ def write_report(cfg: ReportConfig) -> None:
             from attnpo.lab.reports.scores import write_scores_report
 
             write_scores_report(given, printed, cfg.label, folder, mark)
+        elif kind == POOL:
+            from attnpo.lab.reports.pooled import write_pooled_report
+
+            write_pooled_report(given, folder, mark)
         else:
             from attnpo.lab.reports.folder_report import write_folder_report
 

@@ -9,12 +9,12 @@ from attnpo.lab.studies.config import FitConfig
 from attnpo.run.run_config import TRAINING
 from attnpo.schema import UserError
 
-KINDS = (WEIGHTS, STUDY, RUN, SCORES) = ("weights", "study", "run", "scores")
+KINDS = (WEIGHTS, STUDY, RUN, SCORES, POOL) = ("weights", "study", "run", "scores", "pool")
 # Parts of the config that change no number in a report.
 PLACES = ("name", "output", "store", "lock_timeout", "composed")
 # Keys that every report reads, and further keys by kind of report on folders; "" detects the kind.
 OF_FOLDERS = ("what", "name", "output", "lock_timeout", "composed")
-READ = {**dict.fromkeys(("", STUDY, RUN), ("printed",)), SCORES: ("printed", "label")}
+READ = {**dict.fromkeys(("", STUDY, RUN), ("printed",)), SCORES: ("printed", "label"), POOL: ()}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def report_kind(what: Sequence[str]) -> str:
     if first is None or (first in KINDS and first != WEIGHTS and len(what) == 1):
         raise UserError(
             f"report{'' if first is None else ' ' + first}: expected `weights`, `study FOLDER ...`, `run FOLDER ...`, "
-            "`scores FOLDER ...` or folders of finished studies or runs; see --help"
+            "`scores FOLDER ...`, `pool FOLDER ...` or folders of finished studies or runs; see --help"
         )
     return first if first in KINDS else ""
 

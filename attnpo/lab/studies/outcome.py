@@ -4,8 +4,10 @@ Points are chosen on validation data only. To compare arms at equal KL, the poin
 test prompts and filtered by their rewards on validation prompts.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,13 +16,14 @@ from statistics import mean, stdev
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.evaluation.intervals import Interval, hierarchical_bootstrap, paired_difference, t_quantile
+from attnpo.evaluation.intervals import Interval, mean_interval, t_quantile
 from attnpo.lab.studies.study import Arm, MeasuredBy, Point, Study, WorldSeed, short_key
 from attnpo.run.result import RunResult, TruthScores
 from attnpo.schema import digest
 
 Rewards = Float[np.ndarray, "prompts"]
 ENDS, CHORD = "<", "~"  # marks of values not at the KL level: the path ends below it, or has no point near it
+GAP = "'"  # mark of values interpolated between trained points whose KLs differ by more than a factor of FAR
 FAR = 2.0  # if an arm's first point has more than this many times the KL level, nothing is known near the level
 
 
@@ -135,7 +138,7 @@ class PointResults:
     @cached_property
     def reward_interval(self) -> Interval:
         """Returns the mean test reward with its interval over seeds and prompts."""
-        return hierarchical_bootstrap(self.rewards)
+        return mean_interval(self.rewards)
 
     def mean_metric(self, name: str) -> float:
         """Returns the mean over seeds of a metric's last logged value; NaN if missing."""
@@ -310,11 +313,15 @@ def epochs_trained(result: RunResult, step_pairs: int) -> float:
 
 @dataclass(frozen=True)
 class PathPoint:
-    """Point on the reward-KL path of an arm and seed: KL to the base on test prompts, validation and test rewards."""
+    """Point on the reward-KL path of an arm and seed: KL to the base, validation and test rewards, grid values.
+
+    KL and ``rewards`` are those on test prompts.
+    """
 
     kl: float
     validation: float
     rewards: Rewards
+    values: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -324,13 +331,15 @@ class RewardAtKL:
     ``rewards``: rewards on test prompts, one row per seed in ``seeds``. ``kl``: mean KL over seeds; it is below the
     level if no point with a larger KL is better on validation prompts. ``mark``: empty for rewards at the level; ENDS
     if no point of any seed reaches the level (the rewards are those at the end of the path); CHORD if the level falls
-    between the base and a first point with a KL above FAR times the level.
+    between the base and a first point with a KL above FAR times the level. ``gap``: for some seed, the KLs of the
+    trained points around the level differ by more than a factor of FAR.
     """
 
     seeds: tuple[int, ...]
     rewards: Float[np.ndarray, "seeds prompts"]
     kl: float
     mark: str = ""
+    gap: bool = False
 
     @property
     def mean_reward(self) -> float:
@@ -346,17 +355,17 @@ def reward_kl_path(points: Sequence[PointResults], seed: int) -> list[PathPoint]
     stored.
     """
     scores = [
-        (point.truth_scores("test")[place], point.truth_scores("validation")[place].numbers["reward"])
+        (point.truth_scores("test")[place], point.truth_scores("validation")[place].numbers["reward"], point.values)
         for point in points
         for place, of in enumerate(point.seeds)
         if of == seed
     ]
-    marks = [PathPoint(max(test.numbers["kl"], 0.0), reward, np.array(test.rewards)) for test, reward in scores]
+    marks = [PathPoint(max(test.numbers["kl"], 0.0), reward, np.array(test.rewards), at) for test, reward, at in scores]
     kept: list[PathPoint] = []
     for mark in sorted((mark for mark in marks if math.isfinite(mark.kl)), key=lambda mark: mark.kl):
         if not kept or mark.validation > kept[-1].validation:
             kept.append(mark)
-    base = [test.base_rewards for test, _ in scores[:1] if test.base_rewards is not None]
+    base = [test.base_rewards for test, *_ in scores[:1] if test.base_rewards is not None]
     return [*(PathPoint(0.0, -math.inf, np.array(rewards)) for rewards in base), *kept]
 
 
@@ -375,7 +384,8 @@ def rewards_at_kl(points: Sequence[PointResults], level: float) -> RewardAtKL | 
     kept = [place for place in known if not place.mark] or [place for place in known if place.mark == known[0].mark]
     rewards = np.concatenate([place.rewards for place in kept])
     seeds = tuple(seed for place in kept for seed in place.seeds)
-    return RewardAtKL(seeds, rewards, float(np.mean([place.kl for place in kept])), kept[0].mark)
+    kl, gap = float(np.mean([place.kl for place in kept])), any(place.gap for place in kept)
+    return RewardAtKL(seeds, rewards, kl, kept[0].mark, gap)
 
 
 def _rewards_at_kl_for_seed(points: Sequence[PointResults], seed: int, level: float) -> RewardAtKL | None:
@@ -394,13 +404,50 @@ def _rewards_at_kl_for_seed(points: Sequence[PointResults], seed: int, level: fl
     low, high = math.sqrt(before.kl), math.sqrt(beyond[0].kl)
     share = (math.sqrt(level) - low) / (high - low)
     mark = CHORD if before.kl == 0 and beyond[0].kl > FAR * level else ""
-    return RewardAtKL((seed,), ((1 - share) * before.rewards + share * beyond[0].rewards)[None], level, mark)
+    rewards = ((1 - share) * before.rewards + share * beyond[0].rewards)[None]
+    return RewardAtKL((seed,), rewards, level, mark, gap=beyond[0].kl > FAR * before.kl > 0)
+
+
+def points_between(points: Sequence[PointResults], levels: Sequence[float], seed: int) -> list[Point]:
+    """Returns grid points to train next, so that a KL level is closer to a trained point: at most one per arm.
+
+    The grid values are geometric means of those of the trained points around the first level where the KLs of these
+    points differ by more than a factor of FAR. Arms whose points differ in a value that is not a number get none.
+    """
+    found = []
+    for arm in dict.fromkeys(point.arm for point in points):
+        of_arm = [point for point in points if point.arm == arm and seed in point.seeds]
+        path = [mark for mark in reward_kl_path(of_arm, seed) if mark.values]
+        for low, high in itertools.pairwise(path):
+            values = tuple(map(_geometric_mean, low.values, high.values))
+            wide = high.kl > FAR * low.kl and any(low.kl <= level < high.kl for level in levels)
+            if wide and None not in values and all(point.values != values for point in of_arm):
+                found.append(Point(arm, tuple(filter(None, values)), seed))
+                break
+    return found
+
+
+def _geometric_mean(low: str, high: str) -> str | None:
+    """Returns the override with the geometric mean of two values; None if they differ and are not numbers."""
+    if low == high:
+        return low
+    key, _, _ = low.partition("=")
+    with suppress(ValueError):
+        one, other = (float(override.partition("=")[2]) for override in (low, high))
+        return f"{key}={math.sqrt(one * other):.3g}"
+    return None
+
+
+def paired_rewards(
+    one: RewardAtKL | PointResults, other: RewardAtKL | PointResults
+) -> tuple[list[int], Float[np.ndarray, "seeds prompts"]]:
+    """Returns the seeds shared by two arms and the differences of their test rewards, paired by seed and prompt."""
+    shared = [seed for seed in one.seeds if seed in other.seeds]
+    rows = [found.rewards[[found.seeds.index(seed) for seed in shared]] for found in (one, other)]
+    return shared, rows[0] - rows[1]
 
 
 def reward_difference(one: RewardAtKL | PointResults, other: RewardAtKL | PointResults) -> Interval | None:
     """Returns the difference of two arms in test reward, paired by seed and prompt; None if no seed is shared."""
-    shared = [seed for seed in one.seeds if seed in other.seeds]
-    if not shared:
-        return None
-    rows = [found.rewards[[found.seeds.index(seed) for seed in shared]] for found in (one, other)]
-    return paired_difference(rows[0], rows[1])
+    shared, differences = paired_rewards(one, other)
+    return mean_interval(differences) if shared else None

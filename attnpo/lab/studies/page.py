@@ -28,6 +28,7 @@ from attnpo.lab.studies.figures import assign_arm_styles, study_figures, unweigh
 from attnpo.lab.studies.notes import footnotes, study_warnings
 from attnpo.lab.studies.outcome import Outcome, PointResults
 from attnpo.lab.studies.predictions import predictions_section
+from attnpo.lab.studies.records import RECORDS, study_record
 from attnpo.lab.studies.scorers import MODEL
 from attnpo.lab.studies.study import Point
 from attnpo.lab.studies.tables import (
@@ -143,6 +144,8 @@ def finish_study(outcome: Outcome) -> None:
     write_atomically(folder / "table.md", to_markdown(sections))
     write_atomically(folder / TABLES, tables_to_json(sections))
     write_atomically(folder / "results.csv", points_csv(outcome.results))
+    if outcome.has_truth:
+        write_atomically(folder / RECORDS, json.dumps(study_record(outcome), indent=1) + "\n")
     if outcome.benchmarks:
         write_atomically(folder / SCORES, table_csv(*scores_table(outcome)))
     else:

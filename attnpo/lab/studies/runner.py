@@ -15,7 +15,7 @@ from attnpo.lab.studies.arms import ComposedConfig, arm_identity, check_distinct
 from attnpo.lab.studies.benchmark_settings import check_benchmarks
 from attnpo.lab.studies.benchmarks import log_grading_cost, measure_benchmarks
 from attnpo.lab.studies.config import FitConfig
-from attnpo.lab.studies.outcome import Outcome, values_label
+from attnpo.lab.studies.outcome import Outcome, group_by_point, points_between, values_label
 from attnpo.lab.studies.plan import StudyPlan, TimeEstimate, plan_study, show_points_progress
 from attnpo.lab.studies.predictions import check_prediction_arms, register_predictions
 from attnpo.lab.studies.scorers import with_checkpoint
@@ -34,6 +34,7 @@ from attnpo.lab.studies.study import (
     settings_record,
 )
 from attnpo.lab.studies.workers import needs_gpu, run_jobs
+from attnpo.lab.testbed.scoring import TruthScorer
 from attnpo.run.combinations import LAYER
 from attnpo.run.folders import make_folder
 from attnpo.run.identity import make_identity
@@ -257,12 +258,23 @@ def run_study(
                     study.name,
                     digest(so_far.study_record(own))[:16],
                 )
+                truth = next(iter(plan.composed.values())).config.truth
+                if isinstance(truth, TruthScorer) and len(seeds) > 1:
+                    log.info(
+                        "%d seeds, %d prompts, answers per prompt: %d; at equal KL, 80 %% of such studies detect a "
+                        "true difference of %.3f, smaller ones look like ties",
+                        *(len(seeds), truth.prompts, truth.samples_per_prompt, truth.smallest_effect(len(seeds))),
+                    )
                 if study.benchmarks:
                     check_benchmarks(plan.evaluations, next(basis.model for basis in so_far.bases.values()))
                     log_grading_cost(plan.evaluations, arms, so_far.bases, folder)
             points = make_points(study, arms, [seed])
             so_far.pace.points = so_far.pace.over + len(points) * (len(seeds) - place)
             so_far.run_points(points, own)
+            for _ in range(study.bisect if plan.composer.truth else 0):
+                between = points_between(group_by_point(so_far.done), study.kl_levels, seed)
+                so_far.pace.points += len(between)
+                so_far.run_points(between, own)
             if so_far.done and seed != seeds[-1]:
                 show(so_far.make_outcome())
     except KeyboardInterrupt:

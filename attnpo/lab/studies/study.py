@@ -262,9 +262,9 @@ class Study:
     ``sources`` (options of the config group weights) each add an arm of the same name. ``layers`` splits the arm
     ``layer_arm`` into one arm per layer (numbers, "last" or fractions of depth; layers that coincide on a shallow model
     are merged and logged). ``control`` is the arm the others are compared with; null turns comparisons off. ``grid``
-    applies to every arm that has no grid of its own in ``grids``. ``shared`` overrides apply to every point. ``seeds``:
-    number of consecutive seeds, starting at the run's seed. ``workers``: number of points that run in parallel on a
-    CPU.
+    applies to every arm that has no grid of its own in ``grids``. ``shared`` overrides apply to every point, those of
+    ``truth`` only if the setting has a true reward. ``seeds``: number of consecutive seeds, starting at the run's seed.
+    ``workers``: number of points that run in parallel on a CPU.
 
     ``worlds`` maps names to overrides: every arm runs in every world, which has its own base, judge pass and
     comparison; ``only_in`` restricts an arm to the listed worlds. ``world_axis`` plots gains against a quantity that
@@ -272,7 +272,8 @@ class Study:
     per world and seed; an arm uses such a model by an override like ``weights.oracle.path=SCORER.NAME``.
 
     ``kl_limit``: largest KL to the base that the point chosen to represent an arm may have. ``kl_levels``: KLs at which
-    rewards are compared. ``predictions`` are registered before the runs; ``analyses`` run once per world and seed.
+    rewards are compared. ``bisect``: maximum number of further points to train per arm and seed if the points around a
+    level are far apart in KL. ``predictions`` are registered before the runs; ``analyses`` run once per world and seed.
     ``ranking`` adds a table of average ranks, ``costs`` a table of the cost of weights. ``benchmarks`` (options of the
     config group) evaluate the base, the chosen point of every arm and the ``published`` models (folders or hub names);
     ``evaluate`` sets keys of these evaluations, by benchmark or for "all". ``restart`` makes a repeated command start
@@ -299,6 +300,7 @@ class Study:
     predictions: Predictions | None = None
     analyses: dict[str, StudyAnalysis] = field(default_factory=dict)
     kl_levels: tuple[float, ...] = (0.5, 1.0, 2.0)
+    bisect: int = 0
     ranking: bool = False
     sources: tuple[str, ...] = ()
     scorers: dict[str, list[str]] = field(default_factory=dict)
@@ -324,8 +326,8 @@ class Study:
             )
         if self.layers and self.control == self.layer_arm:
             yield f"study.control={self.control} is split into layers by study.layers: choose another control"
-        if self.seeds < 1 or self.workers < 1:
-            yield "study.seeds and study.workers must be at least 1"
+        if self.seeds < 1 or self.workers < 1 or self.bisect < 0:
+            yield "study.seeds and study.workers must be at least 1, study.bisect at least 0"
         twice = [name for name in self.truth_arms if name in self.arms]
         if twice:
             yield f"{', '.join(twice)} is both in study.arms and in study.truth_arms: define it in one of them"
@@ -485,6 +487,7 @@ def settings_record(study: Study, arms: Mapping[str, Mapping[str, object]], worl
         **({"predictions": study.predictions.to_dict()} if study.predictions else {}),
         "kl_limit": study.kl_limit,
         "kl_levels": list(study.kl_levels),
+        **({"bisect": study.bisect} if study.bisect else {}),
         "world": world,
     }
 

@@ -11,13 +11,14 @@ import numpy as np
 
 from attnpo.display.page import Block, Paragraph, Section, TableBlock
 from attnpo.display.tables import Cell, round_half_up
-from attnpo.evaluation.intervals import Interval, average_ranks
+from attnpo.evaluation.intervals import Interval, MeanSquares, average_ranks, smallest_effect
 from attnpo.evaluation.spreads import grading_noise
 from attnpo.lab.light import BELOW, DECISIVE, END, NO_WEIGHT, OTHER
 from attnpo.lab.studies.outcome import (
     CHORD,
     ENDS,
     FAR,
+    GAP,
     Outcome,
     PointResults,
     RewardAtKL,
@@ -191,12 +192,14 @@ def equal_kl_sections(outcome: Outcome) -> list[Section]:
         "reward is higher than that of all points with less KL; interpolated linearly in the square root of KL. In "
         "brackets: KL of the path's last point, if no point with more KL is better on validation. "
         f"{ENDS}: the path ends below this KL; {CHORD}: its first point has more than {FAR:g} times this KL; neither "
-        "is a comparison at equal KL. Intervals do not include the uncertainty of the paths"
+        f"is a comparison at equal KL. {GAP}: interpolated between trained points whose KLs differ by more than a "
+        f"factor of {FAR:g}. Intervals do not include the uncertainty of the paths"
     )
     if study.control is not None:
         note += f"; differences to {study.control} are at the same KL, paired by seed and prompt"
     rows = rows_by_world(outcome, lambda world: _level_rows(outcome, world, chosen[world]))
-    sections = [Section("Reward at equal KL", [TableBlock(column_names(rows), rows), Paragraph(note)])]
+    power = [Paragraph(line) for level in study.kl_levels if (line := _power_note(level, chosen.values()))]
+    sections = [Section("Reward at equal KL", [TableBlock(column_names(rows), rows), Paragraph(note), *power])]
     if not study.worlds or study.control is None:
         return sections
     tables = [
@@ -247,6 +250,24 @@ def arms_at_levels(outcome: Outcome, world: str) -> dict[tuple[str, float], ArmA
     return out
 
 
+def _power_note(level: float, worlds: Iterable[Mapping[tuple[str, float], ArmAtLevel]]) -> str:
+    """Describes the smallest difference that such a study detects, from the mean variances of its differences."""
+    places = [at.versus for world in worlds for (_, of), at in world.items() if of == level and at.is_at_equal_kl]
+    known = [versus.squares for versus in places if versus is not None and versus.squares is not None]
+    most = max((squares.seeds for squares in known), default=0)
+    parts = [squares.variances for squares in known if squares.seeds == most]
+    spreads = [math.sqrt(fmean(part)) for part in zip(*parts, strict=True)]
+    if not any(spreads):  # one seed, or all differences are equal
+        return ""
+    smallest = smallest_effect(MeanSquares.from_spreads(spreads, most, known[0].prompts))
+    seed, prompt, residual = (f"{spread:.3f}" for spread in spreads)
+    return (
+        f"KL {level:g}: with {most} seeds and {known[0].prompts} prompts, 80 % of studies detect a true difference of "
+        f"{smallest:.3f} (standard deviations of the differences: between seeds {seed}, between prompts {prompt}, "
+        f"residual {residual})"
+    )
+
+
 def _level_rows(outcome: Outcome, world: str, chosen: dict[tuple[str, float], ArmAtLevel]) -> Iterator[Row]:
     study = outcome.study
     for name, points in outcome.points_by_arm(world).items():
@@ -265,7 +286,7 @@ def _level_rows(outcome: Outcome, world: str, chosen: dict[tuple[str, float], Ar
 
 def reward_text(place: RewardAtKL | None) -> str:
     """Formats the reward at a KL level with its mark."""
-    return NONE if place is None else f"{place.mean_reward:.3f}{place.mark}"
+    return NONE if place is None else f"{place.mean_reward:.3f}{place.mark}{GAP * place.gap}"
 
 
 def _world_difference_rows(

@@ -1,0 +1,32 @@
+"""Report on several studies of one world, pooled into one study with all of their seeds."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from attnpo.display.printed import KeyedTable
+from attnpo.lab.reports.output import publish_report
+from attnpo.lab.studies.records import pool_records, read_study_record, rliable_scores
+from attnpo.schema import UserError
+from attnpo.system.files import write_atomically
+
+
+def write_pooled_report(paths: Sequence[Path], output: Path, mark: str) -> None:
+    """Prints the pooled differences and writes them to ``output``. Raises UserError if the studies cannot be pooled."""
+    records = [read_study_record(path) for path in paths]
+    rows = pool_records(records)
+    if not rows:
+        raise UserError("report pool: no arm has a difference at equal KL with at least two seeds: pool more studies")
+    columns = tuple(dict.fromkeys(name for row in rows for name in row))
+    keys = tuple(name for name in ("world", "KL", "arm") if name in columns)
+    title = f"Differences to {records[0]['control']} at equal KL, {len(paths)} studies pooled"
+    notes = [
+        "each seed has the same weight; intervals over seeds and prompts, as in a single study. Studies were pooled "
+        "after their runs, so this is not a registered test"
+    ]
+    table = KeyedTable("pooled", title, columns, tuple(rows), keys, None, {"KL": 1})
+    scores, incomplete = rliable_scores(records)
+    if incomplete:
+        notes.append(f"not in rliable.json, because rewards at some KL or seed are missing: {', '.join(incomplete)}")
+    publish_report(title, [table], notes, output, "pooled", mark)
+    write_atomically(output / "rliable.json", json.dumps(scores) + "\n")

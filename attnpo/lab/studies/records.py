@@ -1,0 +1,134 @@
+"""Record of a study: rewards at equal KL per seed, averaged over prompts, small enough to be committed.
+
+Studies of the same world with the same arms can be pooled from their records into one study with all of their seeds.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnpo.display.tables import Cell
+from attnpo.evaluation.intervals import Interval, MeanSquares, correct_by_holm
+from attnpo.lab.studies.outcome import Outcome, difference_text, paired_rewards
+from attnpo.lab.studies.tables import arms_at_levels
+from attnpo.schema import Json, UserError, digest
+from attnpo.system.files import parse_json
+
+RECORDS = "records.json"
+Scores = dict[str, list[list[float]]]
+
+
+def study_record(outcome: Outcome) -> dict[str, Json]:
+    """Returns the record of a study with a known true reward.
+
+    Each row has a world, an arm, a KL level, ``rewards`` by seed, and a mark if the rewards are not at this level.
+    ``differences`` to the control by seed come with their mean squares over seeds and prompts.
+    """
+    rows: list[Json] = []
+    settings: Any = outcome.record["arms"]
+    for world in outcome.worlds:
+        found = arms_at_levels(outcome, world)
+        for (name, level), at in found.items():
+            if at.place is None:
+                continue
+            row: dict[str, Any] = {"world": world, "arm": name, "kl": level, "mark": at.mark or at.place.mark}
+            row["settings"] = digest(settings.get(f"{world}/{name}" if world else name))[:16]
+            row["rewards"] = _means_by_seed(at.place.seeds, at.place.rewards)
+            control = found.get((outcome.study.control or "", level))
+            if at.versus is not None and control is not None and control.place is not None:
+                seeds, differences = paired_rewards(at.place, control.place)
+                row["differences"] = _means_by_seed(seeds, differences)
+                squares = at.versus.squares
+                row["squares"] = None if squares is None else [squares.seed, squares.prompt, squares.residual]
+                row["prompts"] = differences.shape[1]
+            rows.append(row)
+    world_digest = digest(outcome.record["world"])[:16]
+    head = {"study": outcome.study.name, "digest": outcome.digest, "world": world_digest}
+    return {**head, "control": outcome.study.control, "rows": rows}
+
+
+def _means_by_seed(seeds: Sequence[int], rewards: Any) -> dict[str, float]:
+    return {str(seed): round(float(mean), 6) for seed, mean in zip(seeds, rewards.mean(axis=1), strict=True)}
+
+
+def read_study_record(path: Path) -> dict[str, Any]:
+    """Reads a record from a file or a study's folder. Raises UserError if it is not a record."""
+    file = path / RECORDS if path.is_dir() else path
+    try:
+        content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
+        _ = content["world"], content["control"], [row["rewards"] for row in content["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise UserError(f"{file}: expected a study's {RECORDS}, as written by fit: {problem!r}") from problem
+    return content
+
+
+def pool_records(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Cell]]:
+    """Pools the differences of studies of one world; p-values are also corrected for their number by Holm's method.
+
+    Raises:
+        UserError: worlds, controls or arms differ between the studies, or two studies have the same seed.
+    """
+    for key in ("world", "control"):
+        if len({record[key] for record in records}) > 1:
+            raise UserError(f"report pool: the studies differ in their {key}: pool only studies with the same {key}")
+    found: dict[tuple[str, str, float], list[Mapping[str, Any]]] = {}
+    for record in records:
+        for row in record["rows"]:
+            if row.get("squares") and not row["mark"]:
+                found.setdefault((row["world"], row["arm"], row["kl"]), []).append(row)
+    pooled = {place: _pool_rows(place, rows) for place, rows in found.items()}
+    p_values = [squares.p_value(value.mean) for value in pooled.values() if (squares := value.squares)]
+    corrected = correct_by_holm(p_values)
+    return [
+        {
+            **({"world": world} if world else {}),
+            **{"arm": arm, "KL": level, "seeds": value.seeds, "difference": difference_text(value)},
+            **{"p": p_text(alone), f"p, Holm over {len(pooled)}": p_text(of_all)},
+        }
+        for ((world, arm, level), value), alone, of_all in zip(pooled.items(), p_values, corrected, strict=True)
+    ]
+
+
+def p_text(value: float) -> str:
+    """Formats a p-value with four decimals, or as "<0.0001"."""
+    return f"{value:.4f}" if value >= 0.0001 else "<0.0001"
+
+
+def _pool_rows(place: tuple[str, str, float], rows: Sequence[Mapping[str, Any]]) -> Interval:
+    """Returns the mean difference over all seeds; variances of prompts and residuals are averaged over the studies."""
+    world, arm, level = place
+    at = f"report pool: {arm} at KL {level:g}{f' in {world}' if world else ''}"
+    if len({row["settings"] for row in rows}) > 1 or len({row["prompts"] for row in rows}) > 1:
+        raise UserError(f"{at}: the studies differ in this arm's settings or prompts: pool only identical ones")
+    seeds = [seed for row in rows for seed in row["differences"]]
+    if repeated := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
+        raise UserError(f"{at}: several studies have seed {', '.join(repeated)}, but each seed may be used only once")
+    sizes, prompts = [len(row["differences"]) for row in rows], rows[0]["prompts"]
+    means = np.array([gain for row in rows for gain in row["differences"].values()])
+    weights = np.array(sizes) - 1
+    residual = float(np.average([row["squares"][2] for row in rows], weights=weights))
+    shared = [(row["squares"][1] - row["squares"][2]) / size for row, size in zip(rows, sizes, strict=True)]
+    prompt = residual + len(seeds) * max(0.0, float(np.average(shared, weights=weights)))
+    squares = MeanSquares(prompts * float(means.var(ddof=1)), prompt, residual, len(seeds), prompts)
+    mean, reach = float(means.mean()), squares.half_width()
+    return Interval(mean, mean - reach, mean + reach, len(seeds), prompts, squares)
+
+
+def rliable_scores(records: Sequence[Mapping[str, Any]]) -> tuple[Scores, list[str]]:
+    """Returns scores in rliable's shape (arm to runs x tasks), and the arms left out because a score is missing.
+
+    A run is a seed; a task is a KL level, in each world. Scores that are not at their KL level count as missing.
+    """
+    scores: dict[str, dict[tuple[str, tuple[str, float]], float]] = {}
+    for row in (row for record in records for row in record["rows"]):
+        cells = scores.setdefault(row["arm"], {})
+        for seed, reward in row["rewards"].items():
+            if not row["mark"]:
+                cells[seed, (row["world"], row["kl"])] = reward
+    runs = sorted({seed for cells in scores.values() for seed, _ in cells}, key=int)
+    tasks = sorted({task for cells in scores.values() for _, task in cells})
+    whole = {arm: cells for arm, cells in scores.items() if len(cells) == len(runs) * len(tasks)}
+    table = {arm: [[cells[seed, task] for task in tasks] for seed in runs] for arm, cells in whole.items()}
+    return table, [arm for arm in scores if arm not in whole]
