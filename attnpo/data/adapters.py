@@ -12,7 +12,7 @@ labelled dialogue          strings with "Human:" and "Assistant:" labels, with o
 plain text, shared start   ``chosen``, ``rejected`` = unlabelled strings; their common prefix becomes a user turn
 =========================  =====================================================================================
 
-In every format a message's content may also be a list of parts; if all parts are text, they are joined into one string.
+In any format, a message's content may also be a list of parts; if all parts are text, they are joined into one string.
 """
 
 import re
@@ -72,12 +72,12 @@ class RowError(Exception):
 class Columns:
     """Column names of a dataset, and the key names within a message.
 
-    ``prompt``: prompt column; None if the data have none. A column with the default name may be absent from the data.
+    ``prompt``: prompt column; None if there is none. A column with the default name may be absent from the data.
     ``system``: column with the text of a system message; empty or missing in rows without a system message. ``input``:
     column with text that is appended to a text prompt on a new line (Alpaca's format); may be empty or missing.
     ``tools``: column with the functions that the assistant may call, as a list of schemas or as JSON; empty or missing
     in rows without functions. ``role`` and ``content``: keys of a message (ShareGPT files use "from" and "value"; the
-    ShareGPT roles "human" and "gpt" are understood). ``traces``: handling of reasoning traces, i.e. the assistant's
+    ShareGPT roles "human" and "gpt" are recognised). ``traces``: handling of reasoning traces, i.e. the assistant's
     ``reasoning_content`` or ``<think>...</think>`` at the beginning of a response.
     """
 
@@ -92,7 +92,7 @@ class Columns:
     traces: TraceHandling = TraceHandling.KEEP
 
     def find_unmapped(self, names: Iterable[str]) -> list[str]:
-        """Returns the columns in ``names`` that no option maps, in the order of ``names``."""
+        """Returns the columns in ``names`` that are not mapped by any option, in their original order."""
         mapped = {self.prompt, self.chosen, self.rejected, self.system, self.input, self.tools}
         return [name for name in names if name not in mapped]
 
@@ -112,7 +112,7 @@ class Columns:
 
 
 def check_columns(wanted: Mapping[str, str | None], present: Iterable[str], where: str, expected: str) -> None:
-    """Checks that every ``wanted`` column is ``present``; ``wanted`` maps keys of ``Columns`` to column names.
+    """Checks that all ``wanted`` columns are ``present``; ``wanted`` maps keys of ``Columns`` to column names.
 
     Raises:
         UserError: a column is missing.
@@ -141,7 +141,7 @@ class AdaptedRow:
 def adapt_row(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
     """Converts a row in any supported format (see the module docstring) to a pair with notes.
 
-    Columns that are neither mapped nor lists of messages go to ``extra``.
+    Columns that are neither mapped nor lists of messages are stored in ``extra``.
 
     Raises:
         RowError: the row is not a usable pair; ``reason`` says why.
@@ -200,13 +200,13 @@ class _Turns:
 
 
 def _is_prompt_repeated(turns: _Turns) -> bool:
-    """Tells whether the last prompt turn has at least two words and both responses begin with its text."""
+    """Returns whether the last prompt turn has at least two words and both responses begin with its text."""
     asked = turns.history[-1]["content"].strip()
     return " " in asked and all(text.lstrip().startswith(asked) for text in (turns.chosen, turns.rejected))
 
 
 def _is_misscored(row: Mapping[str, object], columns: Columns) -> bool:
-    """Tells whether the row's scores (score_chosen, chosen_score, ...) do not rank the chosen response higher."""
+    """Returns whether the row's scores (score_chosen, chosen_score, ...) fail to rank the chosen response higher."""
     for name in ("score_{}", "{}_score"):
         chosen, rejected = (row.get(name.format(side)) for side in (columns.chosen, columns.rejected))
         if isinstance(chosen, int | float) and isinstance(rejected, int | float) and chosen <= rejected:
@@ -246,7 +246,7 @@ def _join_text_parts(content: object) -> object:
 
 
 def _parse_messages(value: object, columns: Columns) -> list[Message]:
-    """Parses the messages of a cell: a list of mappings, or a single mapping."""
+    """Parses the messages in a cell, given as a list of mappings or a single mapping."""
     cells = [value] if isinstance(value, Mapping) else value
     if not isinstance(cells, Sequence) or isinstance(cells, str | bytes):
         raise RowError(Reason.NOT_TEXT)
@@ -351,7 +351,7 @@ _FOLLOWS = {"assistant": ("user",), "user": ("assistant",), "call": (TOOL,), TOO
 
 
 def _check_history(history: Sequence[Message]) -> None:
-    """Raises RowError unless turns alternate (after any system turn) and end with the user or a tool result."""
+    """Raises RowError unless turns alternate (after any system turn) and the last is a user turn or tool result."""
     turns = history[1:] if history and history[0]["role"] == "system" else history
     if not turns:
         raise RowError(Reason.NO_PROMPT)
@@ -375,7 +375,7 @@ _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 
 def _turns_from_texts(prompt: str | list[Message] | None, chosen: str, rejected: str) -> tuple[_Turns, bool]:
-    """Splits two strings into history and responses; also tells whether the shared prefix became the prompt."""
+    """Splits two strings into history and responses; also returns whether the shared prefix became the prompt."""
     if isinstance(prompt, list):
         return _Turns(prompt, chosen, rejected), False
     if prompt is not None and not _ends_with_assistant_label(prompt):
@@ -391,7 +391,7 @@ def _turns_from_texts(prompt: str | list[Message] | None, chosen: str, rejected:
 
 
 def _ends_with_assistant_label(text: str) -> bool:
-    """Tells whether ``text`` is a labelled dialogue that ends with the assistant's label."""
+    """Returns whether ``text`` is a labelled dialogue that ends with the assistant's label."""
     return _is_dialogue(text) and text.rstrip().endswith("\n\nAssistant:")
 
 

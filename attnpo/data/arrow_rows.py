@@ -1,6 +1,6 @@
 """Stores pairs, training ids and training examples as rows of Arrow tables, read lazily and without copying.
 
-Defines the table schemas and converts objects to rows and rows to objects; does no file I/O. Tables may be
+Defines the table schemas and converts between objects and rows; does no file I/O. Tables may be
 memory-mapped. Each access to a row builds a new object, which is not cached.
 """
 
@@ -40,7 +40,7 @@ _NUMBERS = ("length", "coverage", "source_coverage", "kept_mass")
 
 
 def weights_schema(dtype: torch.dtype) -> pa.Schema:
-    """Returns the schema of example rows whose token weights have ``dtype``.
+    """Returns the schema of example rows with token weights of type ``dtype``.
 
     Raises:
         KeyError: ``dtype`` is neither float32 nor float64.
@@ -58,7 +58,7 @@ LOGPS = pa.schema({f"{side}_logps": pa.list_(pa.float32()) for side in SIDES})
 
 
 class RaggedColumn:
-    """Column whose cells are lists of numbers; each list is read as an array without copying."""
+    """Column of variable-length lists of numbers; each list is read as an array without copying."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         chunks = [chunk for chunk in column.chunks if len(chunk)]
@@ -77,7 +77,7 @@ class RaggedColumn:
         return found
 
     def count_occurrences(self, number: int) -> int:
-        """Counts the occurrences of ``number`` in all lists."""
+        """Counts the occurrences of ``number`` across all lists."""
         pieces = zip(self._values, self._bounds, strict=True)
         return sum(int(np.count_nonzero(values[bounds[0] : bounds[-1]] == number)) for values, bounds in pieces)
 
@@ -159,7 +159,7 @@ def pair_to_row(pair: PreferencePair) -> dict[str, object]:
 
 
 class PairRows(LazyRows[PreferencePair]):
-    """Pairs of a table; if ``rows`` is given, only the pairs at these indices."""
+    """Pairs stored in a table; if ``rows`` is given, only those at the given indices."""
 
     def __init__(self, table: pa.Table, rows: npt.NDArray[np.int64] | None = None) -> None:
         self._table, self._rows = table, rows
@@ -175,7 +175,7 @@ class PairRows(LazyRows[PreferencePair]):
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of all strings in bytes."""
+        """Returns the total size of all strings in bytes."""
         return int(self._pairs.nbytes)
 
     def select(self, rows: Counts) -> "PairRows":
@@ -209,7 +209,7 @@ class ConcatenatedPairs(LazyRows[PreferencePair]):
 
 
 class PairSubset(LazyRows[PreferencePair]):
-    """Pairs at the given positions of another sequence, in the order of the positions."""
+    """Subset of another sequence of pairs, in the order of the given positions."""
 
     def __init__(self, pairs: Sequence[PreferencePair], places: Sequence[int]) -> None:
         self._pairs, self._places = pairs, places
@@ -228,7 +228,7 @@ class PairSubset(LazyRows[PreferencePair]):
 
 
 def find_pairs(pairs: Sequence[PreferencePair], ids: Collection[str]) -> dict[str, PreferencePair]:
-    """Returns the pairs with the given ids, by id; in a table, reads only the rows of these pairs."""
+    """Returns the pairs with the given ids, by id; if they are in a table, reads only their rows."""
     wanted = set(ids)
     return {pair_id: pairs[place] for place, pair_id in enumerate(list_pair_ids(pairs)) if pair_id in wanted}
 
@@ -237,7 +237,7 @@ def find_pairs(pairs: Sequence[PreferencePair], ids: Collection[str]) -> dict[st
 
 
 def encoded_to_row(row: int, prompt: str, sides: Mapping[str, EncodedResponse]) -> dict[str, object]:
-    """Converts a pair's training ids to a table row; ``row`` is the pair's index, ``prompt`` its prompt's digest."""
+    """Converts a pair's training ids to a table row; ``row`` is the pair's index, ``prompt`` the prompt's digest."""
     chosen, rejected = (sides[side] for side in SIDES)
     shared = chosen.prompt_ids == rejected.prompt_ids
     found: dict[str, object] = {"row": row, "prompt": prompt, "shared": shared}
@@ -290,7 +290,7 @@ class EncodedRows(LazyRows[dict[str, EncodedResponse]]):
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Token counts of the prompts and responses of pairs, by side (chosen, rejected).
+    """Prompt and response token counts of pairs, by side (chosen, rejected).
 
     ``shared``: for each pair, whether both sides have the same prompt ids.
     """
@@ -301,7 +301,7 @@ class TokenCounts:
 
     @property
     def branch_tokens(self) -> Counts:
-        """Returns the token counts of prompt and response together, shape [2, pairs]."""
+        """Returns the token counts of whole branches (prompt and response), shape [2, pairs]."""
         return np.stack([prompt + response for prompt, response in zip(self.prompts, self.responses, strict=True)])
 
     @property
@@ -317,7 +317,7 @@ class TokenCounts:
 
 
 def count_row_tokens(rows: Sequence[TrainingExample] | Sequence[Mapping[str, EncodedResponse]]) -> TokenCounts:
-    """Returns the token counts of examples, or of training ids by side; builds no row of a table."""
+    """Returns the token counts of examples, or of training ids by side, without building table rows."""
     if isinstance(rows, EncodedRows | ExampleRows):
         return rows.token_counts()
     both = [row.sides if isinstance(row, TrainingExample) else tuple(row[side] for side in SIDES) for row in rows]
@@ -347,7 +347,7 @@ class ExampleRows(LazyRows[TrainingExample]):
     """Training examples whose weights are stored in a table with the schema of ``weights_schema``.
 
     ``encoded``: training ids of the examples. ``ids``: pair ids. ``name``: unique identifier of these weights.
-    ``logps``: log-probabilities from the reference, one row per example, if stored.
+    ``logps``: reference log-probabilities, one row per example, if stored.
     """
 
     weighed: pa.Table
@@ -414,12 +414,12 @@ class ExampleRows(LazyRows[TrainingExample]):
 
 
 def get_pair_ids(examples: Sequence[TrainingExample]) -> list[str]:
-    """Returns the pair id of each example; builds no row of a table."""
+    """Returns the pair id of each example without building table rows."""
     return examples.pair_ids if isinstance(examples, ExampleRows) else [example.pair_id for example in examples]
 
 
 def get_pair_weights(examples: Sequence[TrainingExample]) -> npt.NDArray[np.float64]:
-    """Returns the weight of each pair; builds no row of a table."""
+    """Returns the weight of each pair without building table rows."""
     if isinstance(examples, ExampleRows):
         return examples.pair_weights
     return np.array([example.pair_weight for example in examples], dtype=np.float64)

@@ -1,8 +1,8 @@
 """Reads preference pairs from files, folders of files or the Hugging Face hub.
 
 ``attnpo.data.tables`` reads the tables and ``attnpo.data.adapters`` converts rows to pairs. No row is dropped silently:
-``read == num_kept + num_dropped`` is true for every ``PairSet``, which also lists each reason for dropping rows with
-the first row numbers.
+``read == num_kept + num_dropped`` is true for every ``PairSet``, which also lists the reasons for dropping rows, each
+with the first row numbers.
 """
 
 import logging
@@ -32,7 +32,7 @@ _LIKE_WEIGHTS = re.compile(r"weight|mask|importance|salien", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 SET = "data.mix"
-"""Key in ``extra`` of a mixture's pairs whose value is the name of the pair's set."""
+"""Key in a pair's ``extra`` under which a mixture stores the name of the pair's set."""
 AMOUNTS = ("weight", "count")
 
 
@@ -41,7 +41,7 @@ AMOUNTS = ("weight", "count")
 
 @dataclass(frozen=True)
 class SetCounts:
-    """Counts of a mixture set's rows: read, kept as pairs, dropped, and taken into the mixture."""
+    """Row counts of a mixture set: read, kept as pairs, dropped, and used in the mixture."""
 
     path: str
     read: int
@@ -58,11 +58,11 @@ class PairSet:
     """Pairs of one split in row order, with counts that account for every row.
 
     ``counts``: number of dropped rows per reason. ``notes``: number of kept rows per remark (duplicates, an empty
-    side). ``read``: number of rows read. ``examples``: for each reason and note, the first three rows concerned,
-    counted from 0 in the split. ``unused``: table columns used for neither prompt nor responses; the values are in
-    ``extra`` of each pair. ``sets``: for a mixture, the row counts of each set by name; reasons and notes then start
+    side). ``read``: number of rows read. ``examples``: for each reason and note, the first three affected rows,
+    numbered from 0 within the split. ``unused``: table columns used for neither prompt nor responses; their values are
+    in ``extra`` of each pair. ``sets``: for a mixture, the row counts of each set by name; reasons and notes then start
     with the set's name. ``written``: number of pairs that were passed to a ``write`` function instead of being kept in
-    memory. ``known``: the fingerprint if it was computed before.
+    memory. ``known``: the fingerprint, if already computed.
     """
 
     pairs: Sequence[PreferencePair]
@@ -85,7 +85,7 @@ class PairSet:
 
     @property
     def num_dropped(self) -> int:
-        """Returns the number of rows that were dropped; ``read`` is the sum of ``num_kept`` and ``num_dropped``."""
+        """Returns the number of dropped rows, i.e. ``read`` minus ``num_kept``."""
         return sum(self.counts.values())
 
     @property
@@ -106,7 +106,7 @@ class PairSet:
 
 
 def log_unused_columns(pairs: PairSet, read: Collection[str] = ()) -> None:
-    """Logs columns that nothing uses; warns if a column's name suggests token or pair weights.
+    """Logs unused columns; warns if a column's name suggests token or pair weights.
 
     ``read``: columns used by the weight source.
     """
@@ -124,7 +124,7 @@ def log_unused_columns(pairs: PairSet, read: Collection[str] = ()) -> None:
 
 
 def format_count(event: str, count: int, rows: Sequence[int]) -> str:
-    """Formats how many rows an event affected, with the first row numbers."""
+    """Formats the number of rows affected by an event, with the first row numbers."""
     listed = ", ".join(map(str, rows[:EXAMPLES])) + (", ..." if count > EXAMPLES else "")
     return f"{event}: {count}" + (f" ({'row' if count == 1 else 'rows'} {listed})" if rows else "")
 
@@ -223,7 +223,7 @@ def parse_row_range(selection: str | None, length: int, option: str = "data.trai
     than requested.
 
     Raises:
-        UserError: ``selection`` has none of these forms, or selects no row.
+        UserError: ``selection`` has none of these forms, or selects no rows.
     """
     if selection is None:
         return range(length)
@@ -253,10 +253,10 @@ def parse_row_range(selection: str | None, length: int, option: str = "data.trai
 
 
 def pick_validation_prompts(prompts: Sequence[str | None], share: float, where: str) -> tuple[set[str], int]:
-    """Picks a share of the distinct prompts for validation; also returns the number of all distinct prompts.
+    """Selects a share of the distinct prompts for validation; also returns the total number of distinct prompts.
 
     ``prompts``: prompt digest of each row, None for rows that are not pairs. The prompts with the smallest digests are
-    picked, so row order does not matter. Training and validation each get at least one prompt.
+    selected, so row order does not matter. Training and validation each get at least one prompt.
 
     Raises:
         UserError: there are fewer than two distinct prompts; ``where`` names the data in the message.
@@ -287,8 +287,8 @@ class MixtureSet:
     """One set of a mixture (config node ``data.mix.NAME``).
 
     ``weight``: share of the training pairs, relative to the weights of the other sets. ``count``: number of training
-    pairs. If no set has a weight or a count, all pairs are used. The other keys are those of ``data``; a key that is
-    None has the value given for the whole mixture.
+    pairs. If no set has a weight or a count, all pairs are used. The other keys are those of ``data``; a key set to
+    None inherits the mixture's value.
     """
 
     path: str
@@ -318,7 +318,7 @@ class MixtureSet:
 
 
 def check_mixture(sets: Mapping[str, MixtureSet]) -> None:
-    """Checks set names, and that all sets have a weight, all have a count, or none has either.
+    """Checks set names, and that either all sets have a weight, all have a count, or none has either.
 
     Raises:
         UserError: there are no sets, a name is invalid, or only some sets have a weight or a count.
@@ -338,13 +338,13 @@ def check_mixture(sets: Mapping[str, MixtureSet]) -> None:
 
 
 def allocate_pairs(kept: Mapping[str, int], sets: Mapping[str, MixtureSet]) -> dict[str, int]:
-    """Computes how many of the ``kept`` pairs of each set are used; no pair is used twice.
+    """Computes how many of each set's ``kept`` pairs are used; no pair is used twice.
 
     Counts are used as given. With weights, as many pairs as possible are used: the set with the fewest pairs per unit
     of weight contributes all its pairs.
 
     Raises:
-        UserError: a count exceeds the set's size, or a weight is so small that the set would contribute no pair.
+        UserError: a count exceeds the set's size, or a weight is so small that the set would contribute no pairs.
     """
     first = next(iter(sets.values()))
     if first.count is None and first.weight is None:
@@ -370,7 +370,7 @@ def allocate_pairs(kept: Mapping[str, int], sets: Mapping[str, MixtureSet]) -> d
 
 
 def shuffle_positions(name: str, kept: int, seed: int) -> list[tuple[str, str, int]]:
-    """Returns (random digest, set, position) for each pair of a set, sorted; the first entries are used."""
+    """Returns a sorted list of (random digest, set, position), one per pair of a set; the first entries are used."""
     return sorted((digest([seed, name, place]), name, place) for place in range(kept))
 
 
@@ -398,15 +398,15 @@ class PairReader(Protocol):
 class PairSource:
     """Source of a run's pairs: a file, a folder or a dataset on the hub (config node ``data``).
 
-    ``path`` is a folder with one file per split (``train.jsonl``, ``test.csv``, shards named as on the hub, also in a
-    sub-folder ``data``), a folder written by ``save_to_disk``, a single file for both splits, or the name of a dataset
-    on the hub. ``train_split`` and ``val_split`` are split names or file stems. ``train_rows`` and ``val_rows`` select
-    rows ("500", "100:300", "10%") of a split, counted before any are dropped. ``val_share`` makes both splits from
-    ``train_split``: this share of the split's prompts, between 0 and 1, is used for validation. ``val_split`` must then
-    be None, or have the default value while the data have no split of that name. ``revision`` and ``subset`` apply to
-    datasets on the hub. ``exchanged`` swaps the two responses, to train a model on the opposite preference.
+    ``path`` is a folder with one file per split (``train.jsonl``, ``test.csv``, shards named as on the hub; files may
+    be in a sub-folder ``data``), a folder written by ``save_to_disk``, a single file for both splits, or the name of a
+    dataset on the hub. ``train_split`` and ``val_split`` are split names or file stems. ``train_rows`` and ``val_rows``
+    select rows ("500", "100:300", "10%") of a split, counted before any are dropped. ``val_share`` divides
+    ``train_split`` into both splits: this share of its prompts, between 0 and 1, is used for validation. ``val_split``
+    must then be None, or have its default value if the data have no split of that name. ``revision`` and ``subset``
+    apply to datasets on the hub. ``exchanged`` swaps the two responses, to train a model on the opposite preference.
 
-    ``mix`` replaces ``path`` by several named sets; a set inherits every key that it does not set itself, and
+    ``mix`` replaces ``path`` with several named sets; a set inherits every key that it does not set itself, and
     ``val_share`` applies to the prompts of all sets together. ``mix_seed`` determines which training pairs are used,
     and their order. Validation uses all pairs of every set.
     """
@@ -457,7 +457,7 @@ class PairSource:
 
         Raises:
             UserError: nothing is found at ``path``, a column or split is missing, a file cannot be read, or the split
-                or one of the mixture's sets has no usable row.
+                or one of the mixture's sets has no usable rows.
             ValueError: ``split`` is neither "train" nor "val".
         """
         if split not in SPLITS:
@@ -497,7 +497,7 @@ class PairSource:
         return table
 
     def _read_pairs(self, table: RowTable, split: str, there: Sequence[int], write: Write | None = None) -> PairSet:
-        """Converts to pairs those of the rows ``there`` that the split's row selection includes."""
+        """Applies the split's row selection to the row numbers ``there`` and converts the selected rows to pairs."""
         where = self._describe_split(split)
         asked = self.train_rows if split == "train" else self.val_rows
         rows = parse_row_range(asked, len(there), f"data.{split}_rows")
@@ -551,7 +551,7 @@ class PairSource:
     def _split_prompts(
         self, split: str, sources: Mapping[str, "PairSource"], tables: Mapping[str, RowTable], where: str
     ) -> dict[str, Sequence[int]]:
-        """Splits the prompts of all sets together by ``val_share``; returns each set's row numbers for ``split``."""
+        """Splits the combined prompts of all sets by ``val_share``; returns each set's row numbers for ``split``."""
         prompts = {
             name: [_prompt_digest(row, sources[name].columns) for row in table.select(range(len(table)))]
             for name, table in tables.items()

@@ -23,8 +23,8 @@ class TrainingExample:
     ``weights``: token weights of both responses (Float["m"] each). ``lengths``: |y| of both responses as counted by the
     weight source. ``coverage``: share of content tokens that match a source token. ``source_coverage``: share of the
     source's tokens whose weight reached training tokens. ``kept_mass``: share of the source's total weight that reached
-    training tokens. ``reference_logps``: float32 log-probability of each token under the reference. ``factors``: the
-    weights are plain factors rather than a distribution.
+    training tokens. ``reference_logps``: float32 log-probability of each token under the reference. ``factors``:
+    whether the weights are plain factors rather than a distribution.
     """
 
     pair_id: str
@@ -51,7 +51,7 @@ class TrainingExample:
 
     @property
     def longest_branch(self) -> int:
-        """Returns the number of tokens of the longer branch, prompt included."""
+        """Returns the token count of the longer branch, prompt included."""
         return max(len(side.prompt_ids) + len(side.response_ids) for side in self.sides)
 
 
@@ -70,15 +70,15 @@ def collate(
     step_pairs: int,
     step_tokens: tuple[int, int] = (0, 0),
 ) -> PreferenceBatch:
-    """Builds the batch of ``examples``: all chosen rows, then all rejected rows in the same order of pairs.
+    """Builds the batch of ``examples``: all chosen rows, then all rejected rows in the same pair order.
 
     Args:
         examples: P pairs, at least one. All or none must have reference log-probabilities; all or none must have
             factors.
-        layout: a function of ``models.layouts``.
+        layout: a function from ``models.layouts``.
         pad_id: token id for padding positions of the model inputs.
         step_pairs: number of pairs in the whole optimizer step over all ranks, which normalizes the loss.
-        step_tokens: numbers of chosen and of rejected response tokens in the whole step.
+        step_tokens: token counts of the chosen and of the rejected responses in the whole step.
     """
     sides = [example.chosen for example in examples] + [example.rejected for example in examples]
     inputs, response_ids, response_mask = layout([(side.prompt_ids, side.response_ids) for side in sides], pad_id)
@@ -108,7 +108,7 @@ def collate(
 def make_unweighted_rows(
     sequences: Sequence[tuple[Sequence[int], Sequence[int]]], layout: Layout, pad_id: int
 ) -> RowGroup:
-    """Builds rows with weights of 0, without reference log-probabilities, from (prompt ids, response ids)."""
+    """Builds rows from (prompt ids, response ids), with zero weights and without reference log-probabilities."""
     inputs, response_ids, response_mask = layout(sequences, pad_id)
     return RowGroup(
         response_ids=response_ids,

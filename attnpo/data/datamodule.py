@@ -49,8 +49,8 @@ Ids = tuple[Sequence[int], Sequence[int]]
 def find_mismatch_partners(examples: Sequence[TrainingExample], step: Sequence[int]) -> dict[int, int]:
     """Maps each pair in ``step`` to a partner; mismatched rows join the pair's prompt to the partner's responses.
 
-    The partner is the nearest earlier pair of the step with a different prompt, where the step's last pair precedes the
-    first. If all prompts are equal, the partner is the previous pair. For a step with a single pair, the partner is
+    The partner is the nearest earlier pair of the step with a different prompt, wrapping around from the first pair to
+    the last. If all prompts are equal, the partner is the previous pair. For a step with a single pair, the partner is
     searched for among all examples.
 
     Raises:
@@ -91,7 +91,7 @@ def make_mismatched_rows(examples: Sequence[TrainingExample], planned: PlannedBa
 MAKERS: Mapping[str, Callable[[Sequence[TrainingExample], PlannedBatch], list[list[Ids]]]] = {
     "mismatched": make_mismatched_rows
 }
-"""Functions by name: from a step's planned batch, each makes a rank's rows, one list per micro-batch."""
+"""Functions by name; each builds a rank's rows from a step's planned batch, as one list per micro-batch."""
 
 
 def truncate_response(row: Ids, max_length: int) -> Ids:
@@ -102,9 +102,9 @@ def truncate_response(row: Ids, max_length: int) -> Ids:
 
 @dataclass
 class PreStepRows:
-    """Builder of the rows that an objective requests with "ahead:NAME", for one rank's share of a step.
+    """Builds the rows that an objective requests with "ahead:NAME", for one rank's share of a step.
 
-    In rows longer than ``max_length`` (None: no limit), the end of the response is removed; the number of such rows is
+    In rows longer than ``max_length`` (None: no limit), the response is truncated; the number of such rows is
     logged for the first affected step.
 
     Raises:
@@ -207,9 +207,9 @@ class PreferenceDataModule(L.LightningDataModule):
 
     Computes weights missing from the store, loads the rest and plans whole optimizer steps. ``prepare_data`` and
     ``setup`` do the work; a Trainer calls both, or you can call both before creating a Trainer. With several processes,
-    ``setup`` only reads the store and raises if weights are missing, since every process would compute them. Each pair
-    is used exactly once per epoch, for any number of ranks. Checkpoints save how many batches were trained on, so a
-    resumed run continues with exactly the remaining batches.
+    ``setup`` only reads the store and raises if weights are missing, since otherwise every process would compute them.
+    Each pair is used exactly once per epoch, for any number of ranks. Checkpoints record how many batches were trained
+    on, so a resumed run continues with exactly the remaining batches.
 
     Args:
         pairs: source of the splits "train" and "val", e.g. ``PairSource("pairs.jsonl")``.
@@ -218,14 +218,14 @@ class PreferenceDataModule(L.LightningDataModule):
         reader: model from which ``source`` computes weights, e.g. a judge; None if no model is needed.
         store: store for weights and prepared data; required if ``reader`` is given.
         lengths: limits for prompts and pairs.
-        align: how weights are mapped to training tokens.
+        align: settings for mapping weights to training tokens.
         transforms: weight transforms, applied in order.
         plan: pairs per step and per micro-batch; validation is one step with all validation pairs.
-        layout: a function of ``models.layouts``.
+        layout: a function from ``models.layouts``.
         seed: seed of the training order, if the plan shuffles.
         ahead: names of the rows that the objective needs before each step (NAME in "ahead:NAME").
         epochs: number of epochs, used to plan micro-batches; None uses the Trainer's number.
-        max_steps: number of optimizer steps after which the run ends, if that is before ``epochs`` epochs.
+        max_steps: maximum number of optimizer steps, if the run is to stop before ``epochs`` epochs.
         auto: whether the plan's token budget was chosen automatically and may be changed.
         device: device for the reader's model; None uses a GPU if available.
 
@@ -286,7 +286,7 @@ class PreferenceDataModule(L.LightningDataModule):
         max_steps: int = -1,
         auto: bool = False,
     ) -> "PreferenceDataModule":
-        """Makes a data module from existing examples; needs neither pairs nor a store.
+        """Creates a data module from existing examples; needs neither pairs nor a store.
 
         ``max_length``: maximum tokens of a pre-step row, prompt included; None for no limit.
         """
@@ -308,12 +308,12 @@ class PreferenceDataModule(L.LightningDataModule):
 
     # ------------------------------------------------------------------------------------------------ before training
     def prepare_data(self) -> None:
-        """Computes missing weights in a single-process job; in jobs of several processes, ``setup`` raises instead."""
+        """Computes missing weights in a single-process job; in multi-process jobs, ``setup`` raises instead."""
         if self._batches is None and world_size() == 1:
             self.weigh()
 
     def setup(self, stage: str) -> None:
-        """Loads or makes the examples once, and sets the Trainer's gradient accumulation as planned."""
+        """Loads or builds the examples once, and sets the Trainer's gradient accumulation to the planned value."""
         if self._batches is None:
             made = self.weigh()
             self.set_examples(*(made.sets[split].examples for split in SPLITS))
@@ -333,14 +333,14 @@ class PreferenceDataModule(L.LightningDataModule):
         self.trainer.accumulate_grad_batches = planned
 
     def read_and_encode(self) -> EncodedTexts:
-        """Reads the pairs of both splits and their training ids; cached."""
+        """Reads and encodes the pairs of both splits; cached."""
         if self.texts is None:
             pairs = read_pairs(self._from, self.source, self._store)
             self.texts = encode(pairs, self.chat, self._lengths, self._store)
         return self.texts
 
     def weigh(self) -> WeightedSplits:
-        """Computes weights and examples of both splits; cached. ``source`` must have its layer resolved."""
+        """Computes weights and examples of both splits; cached. The layer of ``source`` must be resolved."""
         if self.made is None:
             texts = self.read_and_encode()
             recipe = ExampleRecipe(self.source, self._reader, self._transforms, self._align, self._from)
@@ -352,8 +352,8 @@ class PreferenceDataModule(L.LightningDataModule):
         """Sets the examples of both splits, replacing earlier ones.
 
         Raises:
-            UserError: a split is empty, has only one pair although the objective combines several, or has a pair above
-                the token budget.
+            UserError: a split is empty, has only one pair although the objective combines several, or has a pair that
+                exceeds the token budget.
         """
         if not train:
             raise UserError("no training pair is left: check the counts of dropped pairs above and data.path")
@@ -410,7 +410,7 @@ class PreferenceDataModule(L.LightningDataModule):
     def steps_per_epoch(self, processes: int) -> int:
         """Returns the number of optimizer steps per epoch.
 
-        The number depends on ``processes``: a last step with fewer pairs than processes is dropped.
+        The number depends on ``processes``: a final step with fewer pairs than processes is dropped.
         """
         return count_steps(len(self.train_batches.examples), self.plan.pairs, processes)
 
@@ -425,12 +425,12 @@ class PreferenceDataModule(L.LightningDataModule):
     # ------------------------------------------------------------------------------------------------ the budget
     @property
     def token_budgets(self) -> tuple[int, ...]:
-        """Returns the token budgets per forward pass, first for training, then for validation, if budgets are used."""
+        """Returns the token budgets per forward pass, training first; a split without a budget is skipped."""
         cuttings = (self.train_batches.cutting, self.val_batches.cutting)
         return tuple(cutting.budget for cutting in cuttings if isinstance(cutting, BatchByTokens))
 
     def set_budgets(self, budgets: Sequence[int]) -> None:
-        """Sets budgets that are small enough for all processes of a job, in the order of ``token_budgets``."""
+        """Sets the budgets, in the order of ``token_budgets``, to values small enough for all processes of a job."""
         left = iter(budgets)
         for batches in (self.train_batches, self.val_batches):
             if isinstance(batches.cutting, BatchByTokens):
@@ -438,7 +438,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.chosen = self.chosen and budgets[0]
 
     def halve_budget(self) -> bool:
-        """Halves an automatic budget, but not below the longest pair; returns False if no halving is possible."""
+        """Halves an automatic budget, but not below the longest pair; returns False if it cannot be halved further."""
         cutting = self.train_batches.cutting
         if self.chosen is None or not isinstance(cutting, BatchByTokens):
             return False
@@ -465,7 +465,7 @@ class PreferenceDataModule(L.LightningDataModule):
         return sampler.epoch, sampler.consumed, len(sampler)
 
     def train_dataloader(self) -> DataLoader[PreferenceBatch]:
-        """Returns the loader of this rank's planned micro-batches, reshuffled each epoch if the plan shuffles."""
+        """Returns a loader of this rank's planned micro-batches, reshuffled each epoch if the plan shuffles."""
         sampler = self._make_sampler(*self._rank_and_world_size())
         if self._resume is not None:
             sampler.load_state_dict(self._resume)
@@ -478,7 +478,7 @@ class PreferenceDataModule(L.LightningDataModule):
         return make_loader(self.train_batches, sampler)
 
     def val_dataloader(self) -> DataLoader[PreferenceBatch]:
-        """Returns the loader of all validation pairs, divided among ranks, as a single step."""
+        """Returns a loader that yields all validation pairs in a single step, split across ranks."""
         rank, world = self._rank_and_world_size()
         pairs = len(self.val_batches.examples)
         sampler = StepBatchSampler(pairs, pairs, self.val_batches.cutting, shuffle=False, rank=rank, world_size=world)
@@ -534,5 +534,5 @@ def _log_micro_batches(sampler: StepBatchSampler, cutting: BatchByTokens) -> Non
 
 
 def make_loader(batches: BatchDataset, sampler: StepBatchSampler) -> DataLoader[PreferenceBatch]:
-    """Returns a loader of planned batches; it has its own random generator and so leaves the global one unchanged."""
+    """Returns a loader of planned batches; it has its own random generator, so the global one is unchanged."""
     return DataLoader(batches, sampler=sampler, batch_size=None, generator=torch.Generator())

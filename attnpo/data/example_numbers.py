@@ -1,4 +1,4 @@
-"""Computes statistics of a split's examples: lengths, concentration of weights, and how much weight was mapped."""
+"""Computes statistics of a split's examples: lengths, weight concentration, and the share of weight that was mapped."""
 
 import math
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class SplitStatistics:
 
 
 class ExampleStatistics:
-    """Collector of a split's statistics; examples are made from ``pairs`` and added one by one."""
+    """Computes a split's statistics from examples of ``pairs`` that are added one by one."""
 
     def __init__(self, pairs: PairSet, source: WeightSource) -> None:
         self._source, self._accounts, self._all = source, pairs.sets, ExampleMeans()
@@ -111,7 +111,7 @@ class ExampleStatistics:
 def token_percentiles(sizes: TokenCounts) -> dict[str, dict[str, int]]:
     """Returns the 50th, 90th and 99th percentiles and the maximum of training token counts.
 
-    Counts are given for prompts, chosen and rejected responses, and the longer branch of each pair.
+    Covers prompts, chosen and rejected responses, and the longer branch of each pair.
     """
     parts = {
         "prompt": sizes.prompts[0],

@@ -1,4 +1,4 @@
-"""Divides an optimizer step into micro-batches and assigns these to ranks.
+"""Divides an optimizer step into micro-batches and assigns them to ranks.
 
 Pure arithmetic on integers, without tensors, epochs or random order. A pair is an index into a list of sizes.
 """
@@ -22,7 +22,7 @@ RankBatches = list[list[tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class RowCost:
-    """Counter of the input tokens that pairs take in the layout ``name`` of ``models.layouts``.
+    """Counts the input tokens of pairs in the layout ``name`` of ``models.layouts``.
 
     ``padded``: every row is padded to the longest row. ``shared``: if both rows of a pair have the same prompt, its
     tokens count once.
@@ -42,7 +42,7 @@ class RowCost:
         return sum(lengths) - (len(rows) - 1) * len(first) * same
 
     def batch_cost(self, sizes: Sequence[int]) -> int:
-        """Returns the number of input tokens of several pairs in one forward pass, given each pair's own number."""
+        """Returns the number of input tokens of several pairs in one forward pass, given each pair's own count."""
         return len(sizes) * max(sizes) if self.padded else sum(sizes)
 
 
@@ -81,7 +81,7 @@ def fill_greedily(sizes: Sequence[int], cost: RowCost, limit: int) -> list[int]:
 def partition_by_cost(sizes: Sequence[int], parts: int, cost: RowCost) -> list[range]:
     """Splits ``sizes`` (longest first) into consecutive non-empty ranges, minimizing the largest cost.
 
-    If fewer than ``parts`` ranges reach that cost, the costliest range is halved until there are enough.
+    If fewer than ``parts`` ranges suffice for that cost, the costliest range is halved until there are enough.
 
     Raises:
         ValueError: ``parts`` is below 1 or above the number of sizes.
@@ -115,10 +115,10 @@ def _split_in_two(sizes: Sequence[int], cost: RowCost, part: range) -> tuple[ran
 
 
 def assign_to_ranks(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Assigns parts to ranks, costliest first; every rank gets equally many parts with similar total cost.
+    """Assigns parts to ranks, costliest first; every rank gets the same number of parts, with similar total cost.
 
-    In each round the ranks get parts of similar cost, so that they compute for about the same time; the costliest part
-    of a round goes to the rank whose total so far is smallest. The number of parts must be a multiple of ``ranks``.
+    In each round the ranks get parts of similar cost, so they take about the same time; the costliest part of a round
+    goes to the rank whose total so far is smallest. The number of parts must be a multiple of ``ranks``.
     """
     order = sorted(range(len(costs)), key=lambda part: -costs[part])
     assigned: list[list[int]] = [[] for _ in range(ranks)]
@@ -195,7 +195,7 @@ class BatchByTokens:
         return f"at most {self.budget} tokens of {self.cost.name} rows"
 
     def batch_tokens(self, part: Sequence[int]) -> int:
-        """Returns the number of tokens that the given pairs take in one forward pass."""
+        """Returns the number of input tokens of the given pairs in one forward pass."""
         return self.cost.batch_cost([self.sizes[i] for i in part])
 
     def num_micro_batches(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""Counts pairs and prompts of validation data and benchmarks that are also in the training data, by digest."""
+"""Counts, by digest, the pairs and prompts of validation data and benchmarks that are also in the training data."""
 
 import hashlib
 import logging
@@ -43,7 +43,7 @@ class Overlap:
 
 
 class OverlapCounter:
-    """Counter of pairs and prompts in both splits; all training pairs must be added first."""
+    """Counts pairs and prompts that occur in both splits; all training pairs must be added first."""
 
     def __init__(self) -> None:
         self._ids: set[bytes] = set()
@@ -97,9 +97,9 @@ def write_prompt_digests(folder: Path, prompts: Iterable[str]) -> None:
 
 
 def count_seen_prompts(model: str, prompts: Iterable[Sequence[Message]]) -> dict[str, int]:
-    """Counts and logs the distinct prompts found in the training data of the run that wrote ``model``.
+    """Counts and logs the distinct prompts that were in the training data of the run that saved ``model``.
 
-    Returns an empty mapping if no prompts are found, or if the run's prompt digests are not available, which is logged.
+    Returns an empty mapping if there are none, or if the run's prompt digests are not available; the latter is logged.
     """
     file, asked = Path(model).expanduser().parent / FILE, set(map(digest_prompt, prompts))
     if not file.is_file():

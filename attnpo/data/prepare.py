@@ -1,4 +1,4 @@
-"""Makes training examples from pairs: encodes, truncates and weights them; counts all truncated or dropped pairs."""
+"""Builds training examples from pairs: encodes, truncates and weights them; counts all truncated or dropped pairs."""
 
 import logging
 from collections import Counter
@@ -57,9 +57,9 @@ def truncate(
 ) -> tuple[EncodedResponse, TruncatedSides]:
     """Truncates prompt and response; also returns which of the two lost tokens.
 
-    The prompt keeps its last ``max_prompt_length`` tokens (a BOS at its start is cut too, as in the paper's run); the
-    response keeps as many tokens as then fit ``max_length``. The response may end up empty; callers drop and count such
-    a pair.
+    The prompt keeps its last ``max_prompt_length`` tokens (a BOS at its start is dropped too, as in the paper's run);
+    the response keeps as many tokens as then fit ``max_length``. The response may end up empty; callers drop and count
+    such pairs.
 
     With ``keep_end``, prompt and response together keep their last ``max_length`` tokens instead, as with TRL's
     keep_end. If all of these belong to the response, the first one serves as the prompt, since nothing predicts it.
@@ -86,7 +86,7 @@ class Tally:
     words: dict[str, str] = field(default_factory=dict)
 
     def add(self, event: str, pair_id: str) -> None:
-        """Counts one occurrence of an event, for the given pair."""
+        """Counts one occurrence of an event for the given pair."""
         self.counts[event] += 1
         ids = self.first.setdefault(event, [])
         if len(ids) < 3:
@@ -121,7 +121,7 @@ class ExampleSet:
 def encode_pair(
     pair: PreferencePair, chat: ChatFormat, rules: LengthRules, tally: Tally, *, keep_same: bool = False
 ) -> dict[str, EncodedResponse] | None:
-    """Encodes and truncates both branches of a pair; returns None, and counts in ``tally``, if the pair is dropped.
+    """Encodes and truncates both branches of a pair; returns None if the pair is dropped. Counts events in ``tally``.
 
     A pair is dropped if the chat template rejects or rewrites its text (the first case of each kind is logged in full),
     or if both responses have the same token ids after trimming or truncation, so that no preference is left.
@@ -181,7 +181,7 @@ def _apply_length_rules(
 def make_example(
     pair_id: str, encoded: Mapping[str, EncodedResponse], weights: TrainingWeights, pair_weight: float = 1.0
 ) -> TrainingExample:
-    """Makes the example for an encoded pair; the pair weight is 0 if all token weights of both sides are 0."""
+    """Builds the training example of an encoded pair; the pair weight is 0 if all token weights of both sides are 0."""
     void = not (bool(weights.chosen.any()) or bool(weights.rejected.any()))
     return TrainingExample(
         pair_id=pair_id,
@@ -218,7 +218,8 @@ def encode_pairs(
     """Encodes ``pairs``, truncating or dropping those that exceed the limits, and counts these cases.
 
     If given, ``write`` receives each pair with its position and training ids, which are then not kept in memory. Call
-    this before any judge runs, so that no judge pass is spent on dropped pairs. One bad pair never ends a run.
+    this before any judge runs, so that no judge forward pass is wasted on dropped pairs. One bad pair never aborts a
+    run.
 
     Raises:
         UserError: there are pairs but all were dropped; the message lists the counts by reason.
@@ -314,14 +315,14 @@ def prepare_examples(
     transforms: Sequence[WeightTransform] = (),
     write: Callable[[int, TrainingExample], object] | None = None,
 ) -> ExampleSet:
-    """Makes training examples in order, and counts every truncated and dropped pair.
+    """Builds training examples in order, and counts all truncated and dropped pairs.
 
     Args:
         encoded: pairs of one split.
         source: resolved weight source.
         captured: the source's stored rows by pair id (empty if the source stores none); a pair that the model could not
             read has no rounds and is dropped.
-        align: how weights are mapped to training tokens, and the coverage required of a pair.
+        align: settings for mapping weights to training tokens, and the coverage required of a pair.
         layers: layer of each captured row.
         transforms: weight transforms, fitted with ``fit_transforms``.
         write: if given, receives each example with the pair's position in ``encoded``; examples are then not kept in
@@ -380,7 +381,7 @@ def percentiles(counts: Sequence[int]) -> dict[str, int]:
 
 
 def select_calibration_pairs(pairs: Sequence[PreferencePair], count: int) -> list[PreferencePair]:
-    """Selects the first ``count`` distinct pairs in order of their ids, independent of file order."""
+    """Selects the first ``count`` distinct pairs in order of their ids, independently of file order."""
     unique = {pair_id: place for place, pair_id in enumerate(list_pair_ids(pairs))}
     return [pairs[unique[pair_id]] for pair_id in sorted(unique)[:count]]
 

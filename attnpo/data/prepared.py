@@ -1,7 +1,7 @@
-"""Prepares data: reads pairs, encodes them and makes weighted examples.
+"""Prepares data: reads pairs, encodes them and builds weighted examples.
 
 For large data, each result is written to the store once and memory-mapped by later runs. Defines the keys of the stored
-results, the counts stored with each result, and the size from which results are stored. For smaller data, results are
+results, the counts stored with each result, and the size above which results are stored. For smaller data, results are
 recomputed quickly and kept in memory.
 """
 
@@ -77,12 +77,12 @@ log = logging.getLogger(__name__)
 Logps = Sequence[LogpPair]
 
 BYTES = 8 << 20
-"""Total size of data files, in bytes, from which the pairs read from them are stored."""
+"""Minimum total size of data files, in bytes, for the pairs read from them to be stored."""
 PER_TEXT = 3
-"""Approximate number of bytes that training ids and offsets take per byte of text."""
+"""Approximate number of bytes of training ids and offsets per byte of text."""
 BYTES_OF_WEIGHT = 4
 PAIRS_HELD = 4096
-"""Largest number of pairs that are kept in memory, together with training ids and examples."""
+"""Maximum number of pairs kept in memory, together with their training ids and examples."""
 UNKNOWN = 0.05  # share of the response tokens above which a warning is logged
 
 
@@ -116,7 +116,7 @@ def prepare_pairs(
     size: int,
     load: Callable[[str, Callable[[PreferencePair], object]], PairSet],
 ) -> dict[str, PairSet]:
-    """Loads both splits' pairs from the store and repeats the log, or reads the pairs with ``load`` and stores them."""
+    """Loads both splits' pairs from the store and replays their log, or reads them with ``load`` and stores them."""
 
     def write_pairs(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         accounts: dict[str, object] = {}
@@ -177,7 +177,7 @@ def describe_ids(chat: ChatFormat, rules: LengthRules, pairs: Mapping[str, PairS
 def prepare_ids(
     store: Path, facts: Mapping[str, object], pairs: Mapping[str, PairSet], encode: Callable[[str, Take], EncodedSet]
 ) -> tuple[dict[str, EncodedSet], Overlap]:
-    """Loads both splits' training ids and the splits' overlap from the store, or makes and stores them."""
+    """Loads both splits' training ids and the splits' overlap from the store, or computes and stores them."""
 
     def write_ids(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         accounts, overlaps = dict[str, object](), OverlapCounter()
@@ -262,7 +262,7 @@ class ExampleRecipe:
 
 @dataclass(frozen=True)
 class WeightedSplits:
-    """Weights, the examples of both splits made with these weights, and statistics of the examples."""
+    """Weights, the examples of both splits built with these weights, and statistics of the examples."""
 
     weighed: WeighingResult
     sets: dict[str, ExampleSet]
@@ -276,7 +276,7 @@ def prepare_weighed_examples(
     recipe: ExampleRecipe,
     make_all: Callable[[Callable[[str, int, TrainingExample], None]], WeightedSplits],
 ) -> WeightedSplits:
-    """Loads the examples of both splits from the store, or makes them with ``make_all`` and stores them."""
+    """Loads the examples of both splits from the store, or builds them with ``make_all`` and stores them."""
     just: list[WeightedSplits] = []
 
     def write_examples(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
@@ -346,7 +346,7 @@ def _describe_weights(weighed: WeighingResult) -> dict[str, object]:
 def _restore_weights(
     store: Store, told: Account, encoded: Mapping[str, EncodedSet], recipe: ExampleRecipe
 ) -> WeighingResult:
-    """Restores the result that gave the stored examples, without captured rows; checks the judge's label mass."""
+    """Restores the weighting result of the stored examples, without captured rows; checks the judge's label mass."""
     statistics: dict[str, Any] = {
         name: None if told[name] is None else kind(**{key: _to_tuples(value) for key, value in told[name].items()})
         for name, kind in _STATISTICS.items()
@@ -377,7 +377,7 @@ def _to_tuples(value: object) -> object:
 
 
 class LazyTransforms(LazyRows[WeightTransform]):
-    """Transforms that are fitted on the training pairs when first accessed; few runs access them."""
+    """Transforms that are fitted on the training pairs when first accessed, since few runs need them."""
 
     def __init__(self, fit: Callable[[], Sequence[WeightTransform]]) -> None:
         self._fit = cache(fit)
@@ -395,7 +395,7 @@ class LazyTransforms(LazyRows[WeightTransform]):
 def prepare_logps(
     store: Path, table: StoreTable, rows: ExampleRows, load: Callable[[Sequence[int]], Logps]
 ) -> ExampleRows:
-    """Loads the reference's log-probabilities of examples from the store, or gets and stores those from ``load``."""
+    """Loads the examples' reference log-probabilities from the store, or calls ``load`` and stores its result."""
 
     def write_logps(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         out = ArrowRowWriter(LOGPS, write)
@@ -442,7 +442,7 @@ def read_pairs(source: PairReader, weights: WeightSource, store: Store | None) -
 
 @phase("tokenising the pairs")
 def encode(pairs: Mapping[str, PairSet], chat: ChatFormat, rules: LengthRules, store: Store | None) -> EncodedTexts:
-    """Encodes both splits under the length rules and counts validation pairs and prompts also used in training.
+    """Encodes both splits under the length rules and counts validation pairs and prompts that are also in training.
 
     Warns if many tokens of the responses are unknown to the tokenizer.
 
@@ -479,7 +479,7 @@ def encode(pairs: Mapping[str, PairSet], chat: ChatFormat, rules: LengthRules, s
 def make_examples(
     recipe: ExampleRecipe, texts: EncodedTexts, store: Store | None, device: torch.device, refill: str = REFILL
 ) -> WeightedSplits:
-    """Makes the examples of both splits; runs the reader's model to compute weights missing from the store."""
+    """Builds the examples of both splits; runs the reader's model to compute weights missing from the store."""
     make = partial(_make_examples, recipe, texts, store, device, refill)
     facts = recipe.describe(texts.facts)
     return (
@@ -497,7 +497,7 @@ def _make_examples(
     refill: str,
     take: Callable[[str, int, TrainingExample], None] | None = None,
 ) -> WeightedSplits:
-    """Makes the examples of both splits; examples passed to ``take`` are not kept in memory."""
+    """Builds the examples of both splits; examples passed to ``take`` are not kept in memory."""
     encoded = texts.encoded
     weighed = weigh_splits(recipe.source, recipe.reader, store, encoded, device, refill=refill)
     align, source, captured, layers = recipe.align, weighed.source, weighed.captured, weighed.layers

@@ -1,8 +1,9 @@
-"""Stores prepared rows: written once, then memory-mapped by every process and run with the same inputs.
+"""Stores prepared rows, which are written once and memory-mapped by all processes and runs with the same inputs.
 
 Files in ``<store>/examples/``: ``<kind>-<digest of the inputs>.arrow`` with the rows, and a ``.json`` record of the
 same name with the inputs, the digest of the rows and the row counts. The record is written last; rows without a record
-are ignored. One process holds a lock and writes while others wait; the system releases the lock when that process ends.
+are ignored. One process holds a lock and writes while others wait; the system releases the lock when that process
+exits.
 """
 
 import gc
@@ -53,7 +54,7 @@ class PreparedRows:
 def load_or_prepare(
     store: Path, kind: str, facts: Mapping[str, object], about: int, make: Callable[[Write], dict[str, object]]
 ) -> PreparedRows:
-    """Loads rows of ``kind`` from the store, or makes and stores them.
+    """Loads rows of ``kind`` from the store, or prepares and stores them.
 
     Args:
         store: the store's folder.
@@ -210,7 +211,7 @@ class _LineRecorder(logging.Handler):
 def record_log_lines() -> Iterator[list[tuple[str, int, str]]]:
     """Records this package's log lines inside the context, for ``repeat_log_lines``; yields the list of lines.
 
-    Also records lines that are not displayed, as in all processes of a job except the first.
+    Also records lines that are not displayed, e.g. those of all processes of a job except the first.
     """
     package, root = logging.getLogger("attnpo"), logging.getLogger()
     lines: list[tuple[str, int, str]] = []

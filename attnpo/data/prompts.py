@@ -1,7 +1,7 @@
-"""Reads prompts to be answered from rows with a prompt string, messages or preference pairs.
+"""Loads prompts for generation. Rows may contain a prompt string, messages or a preference pair.
 
-Reads the same files, folders and hub datasets as ``PairSource``, in the same row formats. Every row is kept or counted
-as left out or repeated.
+Reads the same files, folders and hub datasets as ``PairSource``, in the same row formats. Each row is either kept or
+counted as skipped or duplicate.
 """
 
 import logging
@@ -34,7 +34,7 @@ class PromptColumns(Columns):
 
 @dataclass(frozen=True)
 class AnswerPrompt:
-    """Prompt to answer: an id, and turns that end with the user's."""
+    """Prompt for generation: an id, and turns of which the last is the user's."""
 
     id: str
     messages: tuple[Message, ...]
@@ -42,9 +42,9 @@ class AnswerPrompt:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts in row order; ``left_out`` contains the row numbers of unusable rows by reason.
+    """Prompts in row order; ``left_out`` contains the row numbers of skipped rows by reason.
 
-    Each of the ``read`` rows is a new prompt, a repetition of an earlier prompt (``repeated``), or left out.
+    Each of the ``read`` rows is a new prompt, a duplicate of an earlier prompt (``repeated``), or skipped.
     """
 
     prompts: list[AnswerPrompt]
@@ -121,7 +121,7 @@ class PromptSource:
 
     ``path`` is a file, a folder with one file or several shards per split, a saved dataset, or the name of a dataset on
     the hub; unless ``path`` is a file, ``split`` is the split name or file stem. ``rows`` selects rows ("500",
-    "100:300", "10%"), counted before any are left out. ``revision`` and ``subset`` apply to datasets on the hub.
+    "100:300", "10%"), counted before any are skipped. ``revision`` and ``subset`` apply to datasets on the hub.
     """
 
     path: str
@@ -136,7 +136,7 @@ class PromptSource:
 
         Raises:
             UserError: nothing is found at ``path``, a column or split is missing, a file cannot be read, ids are not
-                unique, or no row is usable.
+                unique, or there are no usable rows.
         """
         table = read_table(self.path, self.split, "data.split", self.subset, self.revision)
         where = f"data.path={self.path}"
@@ -166,7 +166,7 @@ NO_TOKEN = "the chat template renders no token"
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Token ids of the usable prompts by prompt id, and the ids of prompts left out by reason."""
+    """Token ids of the usable prompts by prompt id, and the ids of skipped prompts by reason."""
 
     kept: dict[str, list[int]]
     left_out: dict[str, list[str]]
@@ -176,7 +176,7 @@ class EncodedPrompts:
 def encode_prompts(
     prompts: Iterable[AnswerPrompt], chat: ChatFormat | None, new_tokens: int, max_length: int | None
 ) -> EncodedPrompts:
-    """Encodes prompts; leaves out those rejected by the chat template or too long to add ``new_tokens``.
+    """Encodes prompts; skips those that the chat template rejects or that leave no room for ``new_tokens``.
 
     ``refusal`` in the result is the template's first error. Without a chat format, all prompts are kept and have no
     token ids.

@@ -28,9 +28,10 @@ class LengthRules:
     """Length limits for training, in tokens (paper appendix: 2048 and 1800).
 
     The prompt keeps its last ``max_prompt_length`` tokens. ``keep`` selects which ``max_length`` tokens of prompt and
-    response remain: the first ones, so that the response loses its end, or the last ones, so that the prompt loses its
-    beginning and, if necessary, the response too (TRL's ``truncation_mode`` keep_start and keep_end; the authors used
-    keep_end). With ``overlong: drop``, pairs that would be truncated are dropped instead. Both cases are counted.
+    response remain: the first ones, which truncates the end of the response, or the last ones, which truncates the
+    beginning of the prompt and, if necessary, of the response (TRL's ``truncation_mode`` keep_start and keep_end; the
+    authors used keep_end). With ``overlong: drop``, pairs that would be truncated are dropped instead. Truncated and
+    dropped pairs are counted.
     """
 
     max_length: int = 2048
@@ -110,7 +111,7 @@ class BatchPlan:
 
     @property
     def token_budget(self) -> int | None:
-        """Returns the token budget per forward pass in training; None if pairs are counted or it is still "auto"."""
+        """Returns the token budget per forward pass in training; None if ``micro`` is used or it is still "auto"."""
         return self.tokens if isinstance(self.tokens, int) else None
 
     @property
@@ -119,7 +120,7 @@ class BatchPlan:
         return self.eval_tokens if isinstance(self.eval_tokens, int) else None
 
     def resolve_auto(self, max_length: int) -> "BatchPlan":
-        """Replaces "auto" budgets by the minimum: one longest padded pair in training, two in validation."""
+        """Replaces "auto" budgets with the minimum: one longest padded pair in training, two in validation."""
         tokens = 2 * max_length if self.tokens == AUTO else self.tokens
         eval_tokens = 4 * max_length if self.eval_tokens == AUTO else self.eval_tokens
         return replace(self, tokens=tokens, eval_tokens=eval_tokens)

@@ -82,12 +82,12 @@ class StepBatchSampler(Sampler[PlannedBatch]):
     Every pair is used exactly once per epoch. The step to which a pair belongs depends only on ``seed`` and the epoch
     or, without ``shuffle``, on list order. All full steps have the same number of micro-batches on every rank and in
     every epoch, because Lightning accumulates a fixed number. It is the smallest number with which ``cutting`` can
-    divide every step of the run. An epoch's last step may be short; its number of micro-batches is the smallest that
+    divide every step of the run. An epoch's final step may be short; its number of micro-batches is the smallest that
     suffices in every epoch, and each has at least one pair. If fewer pairs than ranks are left, ``dropped`` pairs are
     not used: different pairs in each epoch or, without ``shuffle``, always the last ones.
 
-    After a full pass, iterating again starts the next epoch; after an interrupted pass, the same epoch starts again.
-    After ``load_state_dict``, the first full pass yields exactly the remaining batches.
+    After a complete iteration, iterating again starts the next epoch; after an interrupted one, the same epoch starts
+    over. After ``load_state_dict``, the first complete iteration yields exactly the remaining batches.
 
     Args:
         num_pairs: length of the list of pairs.
@@ -163,7 +163,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
         self._passed = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next pass, which starts at the first batch unless that epoch is being resumed."""
+        """Sets the epoch of the next iteration, which starts at the first batch unless that epoch is being resumed."""
         if epoch != self.epoch or self._passed:
             self._start_epoch(epoch)
 
@@ -222,7 +222,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
         return {"num_pairs": self.num_pairs, "seed": self.seed, "shuffle": self.shuffle, "step_size": self.size}
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Makes the next pass yield the remaining batches of the saved epoch; there may be none.
+        """Makes the next iteration yield the remaining batches of the saved epoch; there may be none.
 
         If the state was saved between two optimizer steps, the division of steps (rule, number of micro-batches or
         processes) may differ from the saved run's.

@@ -1,4 +1,4 @@
-"""Computes log-probabilities with frozen models: for the reference, rewards on unseen pairs, and token weights."""
+"""Computes log-probabilities with frozen models, for reference models, rewards on unseen pairs, and token weights."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class ModelScorer:
     def scores(
         self, ids: Sequence[EncodedResponse], names: Collection[str], other: Scorer | None = None
     ) -> list[Scores]:
-        """Returns the statistics ``names`` of each response's tokens, in the order of ``ids``.
+        """Returns the statistics listed in ``names`` for each response's tokens, in the order of ``ids``.
 
         Raises:
             UserError: a name is unknown, or the vocabulary of ``other`` has a different size.
@@ -131,7 +131,7 @@ class ModelScorer:
 
 
 class RunPairEncoder:
-    """Encoder of a run's pairs, with the run's chat format and length rules."""
+    """Encodes a run's pairs with the run's chat format and length rules."""
 
     def __init__(self, chat: ChatFormat, rules: LengthRules) -> None:
         self.chat, self.rules = chat, rules
@@ -152,7 +152,7 @@ class RunPairEncoder:
     def add_instruction(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
     ) -> tuple[Mapping[str, EncodedResponse], bool]:
-        """Returns the responses after a prompt with ``instruction``, and whether that prompt was truncated.
+        """Encodes the responses after a prompt with ``instruction``; also returns whether that prompt was truncated.
 
         The instruction is appended to the last user turn, so truncation keeps it.
 
@@ -193,12 +193,12 @@ def _append_instruction(pair: PreferencePair, instruction: str) -> list[Message]
 
 
 class RunScorers(WeightReader):
-    """Models that a weight source compares; only ``load`` loads the models, other methods just read model folders.
+    """Models that a weight source compares. Only ``load`` loads the models; other methods just read model folders.
 
     Args:
         source: weight source that defines the scorers.
         model: the run's model, which serves as a scorer without a path.
-        chat: the run's chat format; all scorers must have the vocabulary of this format's tokenizer.
+        chat: the run's chat format; all scorers must share the vocabulary of its tokenizer.
         rules: the run's length rules.
 
     Raises:

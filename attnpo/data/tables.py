@@ -1,8 +1,8 @@
-"""Reads tables of rows from files, folders with a file per split, saved datasets and the Hugging Face hub.
+"""Reads tables of rows from files, folders with one file per split, saved datasets and the Hugging Face hub.
 
 Parquet, folders written by ``save_to_disk`` and hub datasets are read with the ``datasets`` library. JSON and CSV are
-read here row by row, so that an error affects one row and not the whole file. Imports little, because commands use this
-module before they import torch.
+read here row by row, so that an error affects one row rather than the whole file. Has few imports because commands use
+this module before they import torch.
 """
 
 import csv
@@ -80,7 +80,7 @@ class MemoryTable:
 class JsonLinesOnDisk:
     """Rows of JSON Lines files, parsed on access.
 
-    Row i starts at byte ``begins[i]`` of ``files[numbers[i]]``. ``path``: value of ``data.path``, for errors.
+    Row i starts at byte ``begins[i]`` of ``files[numbers[i]]``. ``path``: value of ``data.path``, for error messages.
     """
 
     files: Sequence[Path]
@@ -113,7 +113,7 @@ class JsonLinesOnDisk:
 def read_table(path: str, split: str, option: str, subset: str | None = None, revision: str | None = None) -> RowTable:
     """Reads all rows of a file, of a split of a folder, or of a dataset on the hub.
 
-    ``option`` is the config key that sets ``split``, for errors.
+    ``option`` is the config key that sets ``split``, for error messages.
 
     Raises:
         UserError: no data are found, or the data cannot be read.
@@ -204,7 +204,7 @@ def is_single_table(path: str) -> bool:
 
 
 def has_split(path: str, split: str) -> bool:
-    """Returns whether the data have this split; True for any hub dataset, which is not checked.
+    """Returns whether the data have this split; always True for hub datasets, which are not checked.
 
     Raises:
         UserError: no data are found.
@@ -237,7 +237,7 @@ def _check_saved_split(folder: Path, path: str, split: str, option: str) -> None
 
 
 def _readable_suffix(file: Path) -> str | None:
-    """Returns the suffix of a file that can be read; None for other files."""
+    """Returns the extension of a file whose format can be read; None for other files."""
     return next((suffix for suffix in _SUFFIXES if file.name.endswith(suffix)), None)
 
 
@@ -506,7 +506,7 @@ def read_csv(files: Iterable[Path], path: str) -> MemoryTable:
 
     Raises:
         UserError: a file is not UTF-8; a header is incomplete, repeats a name, uses another delimiter or differs from
-            the first file's; or a row and the header differ in their number of cells. The message names file and line.
+            the first file's; or a row has more or fewer cells than the header. The message names file and line.
     """
     rows: list[dict[str, object]] = []
     names: list[str] | None = None

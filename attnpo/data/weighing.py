@@ -102,7 +102,7 @@ def weigh_splits(
             it is None, missing rows in a job of several processes raise an error, as every process would compute the
             same rows.
         every_row: load all stored rows, not only those that the source reads.
-        refill: instruction for filling the store first, for that error.
+        refill: instruction for filling the store first, included in that error.
 
     Raises:
         UserError: the model cannot read any of the pairs (even if this was recorded by another process), or rows are

@@ -1,9 +1,9 @@
 """Moves token weights from the source's tokens to the training tokens of the same response.
 
-Two methods. LEVENSHTEIN is the paper's (appendix on token matching): training tokens get the weight of the source token
-with the same id in an optimal edit alignment; unmatched training tokens get 0. CHARACTERS needs no common vocabulary:
-the weight of a source token without an equal counterpart is moved to the training tokens that cover the same
-characters.
+There are two methods. LEVENSHTEIN is the paper's (appendix on token matching): training tokens get the weight of the
+source token with the same id in an optimal edit alignment; unmatched training tokens get 0. CHARACTERS needs no common
+vocabulary: the weight of a source token without an equal counterpart is moved to the training tokens that cover the
+same characters.
 
 Differs from the official code in that training ids are never changed (the official code prepends an unmatched judge
 token to the completion).
@@ -58,7 +58,7 @@ def align(
     target_offsets: Ranges,
     method: AlignMethod = AlignMethod.LEVENSHTEIN,
 ) -> AlignedWeights:
-    """Returns the weights on the target's tokens, in the dtype and on the device of ``weights``.
+    """Returns the weights of the target tokens, in the dtype and on the device of ``weights``.
 
     ``offsets`` and ``target_offsets`` are half-open character ranges in the same response text; LEVENSHTEIN uses only
     ``target_offsets`` (for the coverage). Weights are neither renormalised nor rescaled. With LEVENSHTEIN, the weight
@@ -130,7 +130,7 @@ def to_range_array(values: Ranges) -> NDArray[np.int64]:
 
 
 class _MovedWeights(NamedTuple):
-    """Target weights; which source tokens were moved, with what share of weight; which target tokens were reached."""
+    """Target weights, the share of each source token's weight that was moved, and the target tokens it reached."""
 
     weights: Tensor
     carried: NDArray[np.bool_]
@@ -238,7 +238,7 @@ def _match_equal_tokens(
 def _remove_gaps(
     givers: NDArray[np.int64], given: NDArray[np.int64], target_places: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Removes characters in gaps of the target; if a token has no others, the character before the gap is used."""
+    """Removes characters in gaps of the target; a token without other characters gets the one before the gap."""
     places = target_places[target_places[:, 1] > target_places[:, 0]]
     places = places[np.argsort(places[:, 0], kind="stable")]
     reach = np.maximum.accumulate(places[:, 1])

@@ -110,7 +110,7 @@ def limit_memory(room: int) -> Iterator[None]:
 log = logging.getLogger(__name__)
 
 RENDERING = 10.0
-"""CPU seconds allowed for rendering one prompt with all answers; real templates take milliseconds."""
+"""CPU seconds allowed for rendering one prompt with all responses; real templates take milliseconds."""
 ROOM, LONGEST = 2**30, 10**7
 """Bytes of memory that rendering a conversation may use, and characters that a template may add to the turns."""
 
@@ -158,7 +158,7 @@ class EmbeddedIds:
         return next(index for index in known if index is not None and not self.is_out_of_range(index))
 
     def is_out_of_range(self, token: int) -> bool:
-        """Tells whether the model has no embedding for ``token``."""
+        """Returns whether the model has no embedding for ``token``."""
         return self.count is not None and token >= self.count
 
     def check_ids(self, ids: Sequence[int]) -> None:
@@ -225,19 +225,19 @@ class _Rendered(NamedTuple):
 
 
 class ChatFormat:
-    """Converter from messages to token ids, with a tokenizer and a chat template.
+    """Converts messages to token ids with a tokenizer and a chat template.
 
-    ``chat_template`` replaces the tokenizer's template; ``fallback`` is used if neither exists; ``chosen`` tells which
-    of the three is in use. ``kwargs`` sets variables of the template (e.g. ``enable_thinking``); ``fold_system``
-    prepends a system turn's text to the first user turn, separated by an empty line. Both options are prepended to
-    ``chat_template`` as code, and so apply to every rendering, the fingerprint and exports. ``part``: config node of
-    the options. ``rows``: number of token embeddings of the model, None if unknown; all ids are below it.
-    ``counts["prompt is not a token prefix"]`` counts responses that were tokenised separately because their first
-    characters merge with the prompt's last token.
+    ``chat_template`` replaces the tokenizer's template; ``fallback`` is used if neither exists; ``chosen`` is the one
+    in use. ``kwargs`` sets variables of the template (e.g. ``enable_thinking``); ``fold_system`` prepends a system
+    turn's text to the first user turn, separated by an empty line. Both options are prepended to ``chat_template`` as
+    code, and so apply to every rendering, the fingerprint and exports. ``part``: config node of the options. ``rows``:
+    number of token embeddings of the model, None if unknown; all ids are below it. ``counts["prompt is not a token
+    prefix"]`` counts responses that were tokenised separately because their first characters merge with the prompt's
+    last token.
 
     Raises:
-        UserError: the tokenizer has no template or gives no character ranges (is not "fast"), ``kwargs`` has variables
-            that the template never reads, or the template does not terminate or writes a token without an embedding.
+        UserError: the tokenizer has no template or no character ranges (is not "fast"), ``kwargs`` has variables
+            that the template never reads, or the template does not terminate or outputs a token without an embedding.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class ChatFormat:
         self._try_template()
 
     def _try_template(self) -> None:
-        """Raises if the template does not terminate or writes a token without an embedding; only logs other errors."""
+        """Raises if the template does not terminate or outputs a token without an embedding; only logs other errors."""
         prompt, answer = [Message(role="user", content="a")], Message(role="assistant", content="a")
         for turns in (prompt, [*prompt, answer]):
             try:
@@ -316,7 +316,7 @@ class ChatFormat:
 
         Raises:
             UserError: the template rejects the messages (its own error message is included) or does not terminate
-                within RENDERING seconds; after a timeout, further calls raise at once.
+                within RENDERING seconds; after a timeout, further calls raise immediately.
         """
         if self._ignores_tools(messages):
             self._log_once(logging.WARNING, _UNREAD)
@@ -416,7 +416,7 @@ class ChatFormat:
         return list(self._tokenize_prompt(self.render(prompt, add_generation_prompt=True))[0])
 
     def inference_template(self) -> str:
-        """Returns a chat template whose text alone gives ``prompt_ids``; it writes a BOS if training prepends one.
+        """Returns a chat template whose rendered text yields ``prompt_ids``, including a BOS if training prepends one.
 
         Generation libraries tokenise the rendered text without adding special tokens. If the training ids result from
         the template neither with nor without a BOS, a warning is logged and the format's own template is returned.
@@ -472,8 +472,8 @@ class ChatFormat:
     def encode_many(self, conversations: Iterable[tuple[Sequence[Message], Sequence[str]]]) -> Iterator[EncodedAnswers]:
         """Yields the result of ``encode_answers`` for each pair of a prompt and a list of responses.
 
-        AT_ONCE prompts are tokenised together on all cores while this thread renders the next ones (only the main
-        thread can limit templates). Other errors of ``encode`` are raised when they occur.
+        AT_ONCE prompts are tokenised together on all cores while this thread renders the next ones (rendering limits
+        only work in the main thread). Other errors of ``encode`` are raised when they occur.
         """
         rest, merged = iter(conversations), self.counts[NOT_A_PREFIX]
         with ThreadPoolExecutor(1) as pool:
@@ -607,7 +607,7 @@ class ChatFormat:
         )
 
     def _find_answer_frame(self, prompt: Sequence[Message], before: str, traced: bool) -> tuple[str, str]:
-        """Returns the text before and after an answer, rendered with a trace if the template fails without."""
+        """Returns the text before and after an answer, rendered with a trace if the template fails without one."""
         try:
             probe = self._render_with_response(prompt, before, SENTINEL)
         except RefusedText:
@@ -644,7 +644,7 @@ class ChatFormat:
         )
 
     def has_special_tokens(self, prompt: Sequence[Message]) -> bool:
-        """Tells whether a message of ``prompt`` contains a special token as text, as in already rendered prompts."""
+        """Returns whether a message of ``prompt`` contains a special token as text, as in already rendered prompts."""
         return any(self._spelled.search(turn["content"]) for turn in prompt)
 
     @property

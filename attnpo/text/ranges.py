@@ -1,4 +1,4 @@
-"""Stores character ranges of tokens and extends them over characters that a tokenizer's normaliser left out."""
+"""Stores character ranges of tokens and extends them over characters that a tokenizer's normaliser dropped."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -59,8 +59,8 @@ def extend_over_gaps(places: Places, text: str, begin: int, end: int) -> Places:
     If a tokenizer composes, strips or removes characters (e.g. composes e and an accent to é), the token's range covers
     only the first of these. An uncovered character is added to the closest tokens that end before it or, if there are
     none in ``text[begin:end]``, to the closest tokens that start after it. Whitespace is not added: some tokenizers
-    drop it and others exclude the space before a word from the word's range, so it belongs to no clear token. Ranges
-    must be in order.
+    drop it and others exclude the space before a word from the word's range, so it does not clearly belong to any
+    token. Ranges must be in order.
     """
     gaps = {} if _covers_all(places, begin, end) else _find_gaps(as_ranges(places), text, begin, end)
     if not gaps:
@@ -73,7 +73,7 @@ def extend_over_gaps(places: Places, text: str, begin: int, end: int) -> Places:
 
 
 def _covers_all(places: Places, begin: int, end: int) -> bool:
-    """Tells whether the ranges cover every character from ``begin`` to ``end``, including whitespace."""
+    """Returns whether the ranges cover every character from ``begin`` to ``end``, including whitespace."""
     starts, stops = places.T
     held = (stops > np.maximum(starts, begin)) & (starts <= end)
     reach = np.maximum.accumulate(np.concatenate(([begin], stops[held])))

@@ -1,6 +1,6 @@
 """Handles chat templates: selection, options, tools, the text around a message, and errors.
 
-Options (values of variables, folding of the system turn) are prepended to a template as code. The result is again a
+Options (values of variables, folding of the system turn) are prepended to a template as code. The result is itself a
 template, so the options apply wherever it is rendered, stored or exported. A prompt's tools are stored in the prompt's
 first turn, as JSON of a list of function schemas.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RefusedText(UserError):
-    """Error for text that cannot be encoded as training ids; ``reason``, the kind of problem, serves for counting."""
+    """Error for text that cannot be encoded as training ids; ``reason`` is the kind of problem, used for counting."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -40,7 +40,7 @@ class RunawayTemplate(UserError):
 
 
 def check_surrogates(text: str, what: str) -> None:
-    """Raises UserError, which names ``what``, if ``text`` has a lone surrogate, which cannot be encoded."""
+    """Raises UserError if ``text`` has a lone surrogate, which cannot be encoded; the message names ``what``."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:
@@ -121,12 +121,12 @@ class ChosenTemplate(NamedTuple):
 def choose_template(
     tokenizer: "PreTrainedTokenizerBase", given: str | None, fallback: str | None = None, part: str = "model"
 ) -> ChosenTemplate:
-    """Returns ``given``, or else the tokenizer's own template, or else ``fallback``.
+    """Returns ``given`` if it is set, otherwise the tokenizer's own template, otherwise ``fallback``.
 
     Logs the result's warning once. ``part``: config node of ``given``.
 
     Raises:
-        UserError: there is none of the three.
+        UserError: none of the three exists.
     """
     name, own = tokenizer.name_or_path, tokenizer.chat_template
     if isinstance(own, dict):  # several named templates
@@ -151,7 +151,7 @@ def choose_template(
 
 
 def with_default_template(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | dict[str, str]:
-    """Returns a tokenizer's chat templates with ``template`` as the default one; keeps other named templates."""
+    """Returns a tokenizer's chat templates with ``template`` as the default; keeps other named templates."""
     own = tokenizer.chat_template
     return {**own, "default": template} if isinstance(own, dict) else template
 
@@ -172,7 +172,7 @@ class _Generation(Extension):
 
 
 def template_variables(template: str) -> frozenset[str]:
-    """Returns the undefined names in a chat template, without Jinja's own functions.
+    """Returns the undefined names in a chat template, excluding Jinja's own functions.
 
     Raises:
         UserError: the text is not valid Jinja.
@@ -211,7 +211,7 @@ def prepend_options(
     """Prepends code to ``template``: the values in ``kwargs`` and, if ``fold_system``, folding of the system turn.
 
     A value applies unless the caller of the template passes another value. Without options, returns the template
-    unchanged. ``part``: config node of the options, for errors.
+    unchanged. ``part``: config node of the options, for error messages.
 
     Raises:
         UserError: a name in ``kwargs`` is never read by the template or is supplied by the renderer, or a value is not
@@ -261,10 +261,10 @@ TOOL = "tool"
 
 
 def functions_to_json(functions: object) -> str | None:
-    """Converts a list of mappings, given as such or as JSON, to JSON; the order of keys is kept.
+    """Converts a list of mappings, or its JSON representation, to JSON, preserving key order.
 
     Returns None for an empty value. Unless the list is given as JSON, keys with the value None are dropped, since
-    tables add a key to every row if one row has it.
+    tables add each key to all rows if any row has it.
 
     Raises:
         ValueError: the value is anything else.

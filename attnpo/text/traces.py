@@ -87,7 +87,7 @@ def locate_trace(body: str, response: str) -> list[TextSpan] | None:
     """Locates the tags, trace and answer of ``response`` in ``body``, which a template has rendered.
 
     The template may change whitespace around trace and answer, and may write the opening tag in the prompt. Returns
-    None if the response has no trace, or the template made other changes.
+    None if the response has no trace, or if the template made other changes.
     """
     given = _TRACED.match(response)
     if given is None:
@@ -109,7 +109,7 @@ def locate_trace(body: str, response: str) -> list[TextSpan] | None:
 
 
 def to_response_ranges(places: Places, pieces: list[TextSpan], last: int) -> Places:
-    """Applies ``to_response_range`` to many ranges; ranges within the longest span are converted fast."""
+    """Applies ``to_response_range`` to many ranges; ranges within the longest span take a fast path."""
     begin, stop, place = max(pieces, key=lambda piece: piece.end - piece.start)
     starts, ends = places.T
     inside = (starts >= begin) & (starts < stop) & (ends > begin) & (ends <= stop)
