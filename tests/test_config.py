@@ -796,7 +796,7 @@ def test_a_wrong_option_of_any_group_names_the_nearest(group: str) -> None:
         (["seed=${nowhere}"], "seed: Interpolation key 'nowhere' not found"),
         (
             ["experiment=none", "objective=dpo"],
-            "objective DPO uses no token weights, so computing those of Attention would be",
+            "objective DPO uses no token weights, so computing the weights of Attention would be",
         ),
     ],
 )

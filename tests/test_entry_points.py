@@ -233,7 +233,7 @@ def test_a_run_logs_lines_of_ours_each_once(world: World, tmp_path: Path) -> Non
         f"model: {world.model}, LlamaForCausalLM, 20,064 parameters, float32, 2 layers",
         "weights: 0 of 18 pairs in the store; computing 18, at most about",
         "train: tokens at p50/p90/p99/max: prompt",
-        "steps: 4 pairs each = 2 per forward x 2 accumulated x 1 process; 3 in an epoch, 3 in all",
+        "steps: 4 pairs each = 2 per forward x 2 accumulated x 1 process; 3 per epoch, 3 in total",
         "row 0, pair",
         "training 20064 parameters for 3 optimiser steps",
         "step 3/3",

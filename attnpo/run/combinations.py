@@ -1,4 +1,4 @@
-"""Checks of combinations of a run's components. Light: runs before any heavy import."""
+"""Checks that a run's components can be combined. Runs before any heavy import."""
 
 from importlib.util import find_spec
 
@@ -13,7 +13,7 @@ from attnpo.weights.base import WeightSource, is_neutral
 AUTO = "auto"
 LAYER = "weights.layer"
 CHOICE = "auto_layer"
-"""Name of a layer search's record: its folder in the store, and its key in ``RunContext.prepared`` and in results."""
+"""Name of the layer search record: its folder in the store and its key in ``RunContext.prepared`` and in results."""
 
 
 def is_auto_layer(layer: object) -> bool:
@@ -38,22 +38,22 @@ REFERENCES = ("live", "cached", "first_epoch", "adapter_off")
 
 
 def require_weights_are_read(source: WeightSource, objective: PreferenceObjective) -> None:
-    """Raises UserError if the objective would not use the token weights, or needs another kind of weights."""
+    """Raises UserError if the objective would not use the token weights, or needs a different kind of weights."""
     if "factors" in objective.requires and source.kind is not Kind.FACTOR:
         raise UserError(
-            f"objective {type(objective).__name__} needs weights that are factors, but {type(source).__name__} gives a "
-            "distribution: set weights=transport (as in OTPO) or weights=gradient (as in TI-DPO)"
+            f"objective {type(objective).__name__} needs weights that are factors, but {type(source).__name__} returns "
+            "a distribution: set weights=transport (as in OTPO) or weights=gradient (as in TI-DPO)"
         )
     if not is_neutral(source) and "token_weights" not in objective.requires:
         raise UserError(
-            f"objective {type(objective).__name__} uses no token weights, so computing those of "
-            f"{type(source).__name__} would be wasted: set weights=uniform, or an objective with token weights "
+            f"objective {type(objective).__name__} uses no token weights, so computing the weights of "
+            f"{type(source).__name__} would be wasted effort: set weights=uniform, or an objective with token weights "
             "(objective=twdpo)"
         )
 
 
 def require_reference(reference: str, objective: PreferenceObjective) -> None:
-    """Raises UserError if the objective needs more of the reference than its stored log-probabilities."""
+    """Raises UserError if the objective needs more from the reference than stored log-probabilities."""
     more = sorted(name for name in objective.requires if name.partition(":")[0] in ("joint", "ahead", "group"))
     if reference in ("cached", "first_epoch") and more and "reference" in objective.requires:
         raise UserError(
@@ -64,10 +64,10 @@ def require_reference(reference: str, objective: PreferenceObjective) -> None:
 
 
 def require_pairs_per_step(batch: BatchPlan, objective: PreferenceObjective) -> None:
-    """Raises UserError if the objective compares the pairs of a step but each step has only one."""
+    """Raises UserError if the objective compares pairs within a step but each step has only one pair."""
     if "several_pairs" in objective.requires and batch.pairs < 2:
         raise UserError(
-            f"objective {type(objective).__name__} compares the pairs of an optimiser step with each other, so "
+            f"objective {type(objective).__name__} compares pairs within an optimiser step, so "
             f"batch.pairs must be at least 2, got {batch.pairs}"
         )
 
@@ -77,12 +77,13 @@ def require_reward_model_fits(objective: PreferenceObjective, source: WeightSour
     plain = objective.requires <= {"token_weights"} and getattr(objective, "sft_coef", None) == 0
     if not plain:
         raise UserError(
-            f"model.reward=true gives rewards instead of log-probabilities, but objective {type(objective).__name__} "
-            "needs more than their margin: set objective=cpo objective.sft_coef=0 objective.beta=1"
+            "model.reward=true trains a reward model, which has no log-probabilities, but objective "
+            f"{type(objective).__name__} needs more than the reward margin: set objective=cpo objective.sft_coef=0 "
+            "objective.beta=1"
         )
     if not is_neutral(source):
         raise UserError(
-            f"model.reward=true reads the reward at a response's last token, but {type(source).__name__} gives token "
+            f"model.reward=true scores a response only at its last token, but {type(source).__name__} returns token "
             "weights: set weights=uniform"
         )
     if trainer.strategy == "fsdp":
@@ -113,7 +114,7 @@ def require_unsharded_quantization(trainer: TrainerSettings, model: ModelSpec) -
 
 
 def require_reference_and_packages(reference: str, model: ModelSpec, optimizer: Optimizer) -> None:
-    """Raises UserError for an unknown or impossible kind of reference, and for missing packages."""
+    """Raises UserError for an unknown or unsupported kind of reference, and for missing packages."""
     if reference not in REFERENCES:
         raise UserError(f"reference={reference}: expected one of {', '.join(REFERENCES)}")
     if reference == "adapter_off" and model.lora is None:

@@ -1,4 +1,4 @@
-"""Protocols of the components that a run calls: builders of model and data, the true reward, extra measurements."""
+"""Protocols for the components that a run calls: model and data builders, the true reward, extra measurements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,29 +33,29 @@ class JudgePreparer(Protocol):
     """``prepare`` component that can also build a second model to use as the judge."""
 
     def prepare_judge(self, root: Path) -> PreparedJudge:
-        """Returns the judge's folder; builds it if it is missing."""
+        """Returns the judge's folder, building the judge if it is missing."""
 
 
 @runtime_checkable
 class Preparer(Protocol):
-    """Builder of model and data (config node ``prepare``)."""
+    """Builds the model and the data (config node ``prepare``)."""
 
     def prepare(self, root: Path) -> BuiltFolders:
-        """Returns the folders of model and data; builds them if they are missing."""
+        """Returns the model and data folders, building them if they are missing."""
 
 
 @runtime_checkable
 class Truth(Protocol):
-    """Scorer of a policy by a known true reward (config node ``truth``)."""
+    """Scores a policy with a known true reward (config node ``truth``)."""
 
     def score(self, *arguments: Any, **named: Any) -> Any:
         """Returns the policy's scores."""
 
     def base_answers(self, *arguments: Any, **named: Any) -> Any:
-        """Returns the base model's answers to the prompts of a split, which several calls of ``score`` can share."""
+        """Returns the base model's responses to a split's prompts, to be shared by several calls to ``score``."""
 
     def mark_decisive(self, pair: "PreferencePair", side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
-        """Returns whether each token, given by its character range in the response, decides the true reward."""
+        """Returns, for each token's character range in the response, whether the token decides the true reward."""
 
     def is_flipped(self, pair: "PreferencePair") -> bool:
         """Returns whether the true reward prefers the rejected response."""
@@ -74,11 +74,11 @@ class LayerFinder(Protocol):
 
 @runtime_checkable
 class DriftMeasure(Protocol):
-    """Measurement of how the policy moved during training (config node ``drift``)."""
+    """Measures how the policy changed during training (config node ``drift``)."""
 
     @property
     def pairs(self) -> int:
-        """Returns the number of validation pairs to measure on; 0 turns the measurement off."""
+        """Returns the number of validation pairs to measure on; 0 disables the measurement."""
 
     def measure(self, *arguments: Any, **named: Any) -> "dict[str, Json]":
-        """Returns the content of ``RunResult.drift``, measured on the run's inputs and on sampled answers."""
+        """Returns the content of ``RunResult.drift``, measured on the run's inputs and on sampled responses."""

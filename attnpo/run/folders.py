@@ -1,7 +1,6 @@
 """Folders of runs and of the store.
 
-Every run gets its own folder, the same for all processes of a job; all runs share the store. Light: runs before any
-heavy import.
+Each run has its own folder, which all processes of a job use; all runs share the store. Runs before any heavy import.
 """
 
 import os
@@ -33,8 +32,8 @@ def store_root(store: str | None) -> Path:
 def run_folder(cfg: RunConfig) -> Path:
     """Returns the folder of a run or study: ``name`` if given, else a reused or time-stamped one.
 
-    ``RunConfig.reusable_folder`` decides whether to reuse one. Raises UserError if the path is invalid, or if there is
-    no ``name`` although ``resume=auto`` or a job of several processes needs it.
+    ``RunConfig.reusable_folder`` decides whether to reuse one. Raises UserError if the path is invalid, or if ``name``
+    is missing but required by ``resume=auto`` or a multi-process job.
     """
     output, kept = Path(cfg.output), cfg.reusable_folder()
     if cfg.name is not None:
@@ -50,18 +49,18 @@ def run_folder(cfg: RunConfig) -> Path:
     return folder
 
 
-def load_saved_config(folder: Path, said: str) -> RunConfig:
-    """Reads the config of the run in ``folder``; ``said``: the user's setting. Raises UserError on failure."""
+def load_saved_config(folder: Path, setting: str) -> RunConfig:
+    """Reads the config of the run in ``folder``; ``setting``: the user's setting. Raises UserError on failure."""
     path = folder.expanduser() / CONFIG
     if not path.is_file():
-        raise UserError(f"{said}: this is not the folder of a run ({CONFIG} is missing); give the folder of a run")
+        raise UserError(f"{setting}: this is not a run folder ({CONFIG} is missing); specify a run folder")
     try:
         with wrap_yaml_errors(path):
             found = OmegaConf.load(path)
     except (OmegaConfBaseException, UserError, OSError) as error:
-        raise UserError(f"{path} is not a valid config: {error}; give the folder of a run") from error
+        raise UserError(f"{path} is not a valid config: {error}; specify a run folder") from error
     if not isinstance(found, DictConfig):
-        raise UserError(f"{path} is not a valid config: it contains a list; give the folder of a run")
+        raise UserError(f"{path} is not a valid config: it contains a list; specify a run folder")
     try:
         return parse_as(found, RunConfig)
     except UserError as error:
@@ -94,7 +93,7 @@ def _make_folder_error(folder: Path, problem: OSError) -> UserError:
 
 
 def timestamped_folder(output: Path, prefix: str) -> Path:
-    """Returns a new folder ``prefix-STAMP`` with a time stamp, which processes launched by this one inherit."""
+    """Returns a new folder ``prefix-STAMP``; processes launched by this one inherit its time stamp."""
     if world_size() > 1:
         if STAMP not in os.environ:
             raise UserError(f"this job has {world_size()} processes: set name=NAME so that they share one run folder")

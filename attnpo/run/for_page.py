@@ -1,4 +1,4 @@
-"""Examples that a run saves for its study's page: a few pairs with token weights, and a few answers."""
+"""Examples that a run saves for its study's page: a few pairs with token weights, and a few responses."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ ANSWERS, PAIRS = 4, 1  # of each run
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """Last message of a prompt, with the answers of the trained policy and its base model."""
+    """Last message of a prompt, with the responses of the trained policy and its base model."""
 
     prompt: str
     policy: str
@@ -34,10 +34,10 @@ class PageExamples:
 
 
 def save_page_examples(folder: Path, heat: Sequence[WeightedPair], sampled: Sequence[PreferencePair]) -> None:
-    """Saves the first pairs, and the answers to a few prompts spread evenly over ``sampled``.
+    """Saves the first pairs, and the responses to a few prompts evenly spaced in ``sampled``.
 
-    ``sampled``: pairs with the policy's answer as chosen and the base model's as rejected. If it is empty, the answers
-    come from ``generations.jsonl``.
+    ``sampled``: pairs with the policy's response as chosen and the base model's as rejected. If it is empty, the
+    responses come from ``generations.jsonl``.
     """
     some = sampled[:: max(1, len(sampled) // ANSWERS)][:ANSWERS]
     answers = [{"prompt": pair.prompt[-1]["content"], "policy": pair.chosen, "base": pair.rejected} for pair in some]
@@ -63,5 +63,5 @@ def load_page_examples(folder: Path) -> PageExamples | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError) as problem:
-        log.warning("%s cannot be read, so the page leaves it out (%r)", path, problem)
+        log.warning("%s cannot be read, so the page omits it (%r)", path, problem)
         return None

@@ -1,6 +1,6 @@
-"""Identity of a run: the config keys, and the files they name, that can change its numbers.
+"""Identity of a run: the config keys, and the files they name, that can affect its results.
 
-Resuming a run, reusing a study's finished points and telling a study's arms apart all use this definition.
+Used to resume a run, to reuse a study's finished points and to distinguish a study's arms.
 """
 
 import re
@@ -54,10 +54,10 @@ COMPILED = "model.compile"
 class RunIdentity:
     """Config keys that define a run; all mappings are flat except ``inputs``.
 
-    ``numbers``: keys that can change the numbers of training. ``result``: keys that can change any number of the
-    result, including scores and the choice of checkpoints. ``settings``: all keys that can change a number, except the
-    paths of model and data. ``paths``: paths to compare by the contents of the files. ``inputs``: config nodes that can
-    change pairs or weights. ``ignored_keys``: keys that change no number.
+    ``numbers``: keys that can affect training numerically. ``result``: keys that can affect any number in the result,
+    including scores and checkpoint selection. ``settings``: all keys that can affect a number, except the model and
+    data paths. ``paths``: paths compared by file contents. ``inputs``: config nodes that can affect pairs or weights.
+    ``ignored_keys``: keys that affect no number.
     """
 
     numbers: dict[str, object]
@@ -69,7 +69,7 @@ class RunIdentity:
 
 
 def make_identity(cfg: RunConfig) -> RunIdentity:
-    """Returns the keys of a config that define its run."""
+    """Returns the config keys that define a run."""
     ignored_keys, unread, every = (
         [*ROOT, *bookkeeping_keys(cfg)],
         _unused_keys(cfg.values, cfg.weights),
@@ -87,7 +87,7 @@ def make_identity(cfg: RunConfig) -> RunIdentity:
 
 
 def load_saved_numbers(path: Path, ignored_keys: Sequence[str]) -> dict[str, object]:
-    """Reads ``RunIdentity.numbers`` of the config saved at ``path``; ``ignored_keys``: from the current identity."""
+    """Reads ``RunIdentity.numbers`` from the config saved at ``path``; ``ignored_keys``: from the current identity."""
     with wrap_yaml_errors(path):
         values = to_container(DictConfig(OmegaConf.load(path)))
     source = instantiate(values["weights"])
@@ -106,13 +106,13 @@ def _select_numbers(
 
 
 def shorten_class_path(value: object) -> object:
-    """Returns a config value; shortens the path of a class in this package to the class name."""
+    """Returns a config value, with the import path of a class in this package shortened to the class name."""
     own = isinstance(value, str) and value.startswith(f"{PACKAGE.name}.")
     return str(value).rpartition(".")[2] if own else value
 
 
 def flatten_with_classes(values: Mapping[str, object]) -> dict[str, object]:
-    """Returns all keys of a config with their values; shortens the paths of this package's classes to class names."""
+    """Returns all keys of a config with their values, with the import paths of this package's classes shortened."""
     return {key: shorten_class_path(value) if key.endswith("_target_") else value for key, value in flatten(values)}
 
 

@@ -1,4 +1,4 @@
-"""Summary of a run's inputs (rows read, cut, dropped and weighed) as log lines, and as numbers for the run's result."""
+"""Summary of a run's inputs (rows read, truncated, dropped and weighted), for the log and for the run's result."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,7 +98,7 @@ def describe_lost_weights_of_split(inputs: Inputs, split: str) -> str | None:
 
 
 def describe_split(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Iterator[str]:
-    """Yields lines on how many of a split's rows remain, their lengths, and the share of the weights that was kept."""
+    """Yields lines on how many of a split's rows remain, their lengths, and the share of the weights retained."""
     pairs, made = inputs.pairs[split], inputs.examples[split]
     dropped = f"{pairs.num_dropped} dropped on reading, {made.dropped} later"
     yield f"{split}: {statistics['pairs']} pairs of {pairs.read} rows ({dropped})"
@@ -111,14 +111,14 @@ def describe_split(inputs: Inputs, split: str, statistics: dict[str, Any]) -> It
     yield f"{split}: tokens at p50/p90/p99/max: {', '.join(lengths)}"
     effective = statistics.get("effective_share")
     if effective is None:
-        yield f"{split}: coverage {statistics['coverage']:.4f}; weights are computed in each step"
+        yield f"{split}: coverage {statistics['coverage']:.4f}; weights are computed at each step"
     else:
         arrived = WeightCoverage(*(statistics[name] for name in ("coverage", *COLUMNS)))
         yield f"{split}: {arrived.describe()}, effective share of weights {effective:.3f}"
 
 
 def describe_plan(pairs: int, plan: BatchPlan, settings: TrainerSettings, kept: CallbackSettings) -> str:
-    """Describes how the pairs become optimiser steps, and when the run validates and saves."""
+    """Describes how pairs are grouped into optimiser steps, and when the run validates and saves."""
     processes = planned_processes(settings)
     accumulation = plan.accumulation_steps(processes)
     cut = f" = {plan.pairs_per_forward} per forward x {accumulation} accumulated x"
@@ -131,13 +131,13 @@ def describe_plan(pairs: int, plan: BatchPlan, settings: TrainerSettings, kept: 
     saving = f"; last/ also every {kept.save_every} steps" if kept.checkpoints and kept.save_every else ""
     return (
         f"steps: {plan.pairs} pairs each{cut} {processes} process{'' if processes == 1 else 'es'}; "
-        f"{each} in an epoch, {total_steps(settings, each)} in all{ends}; "
+        f"{each} per epoch, {total_steps(settings, each)} in total{ends}; "
         f"validation{' and saving' if kept.checkpoints else ''} every {settings.validate_every} and at the end{saving}"
     )
 
 
 def log_inputs(inputs: Inputs, statistics: Mapping[str, Json]) -> None:
-    """Logs the numbers in ``example_statistics``: counts, lengths, coverage and the judge's accuracy."""
+    """Logs the statistics from ``example_statistics``: counts, lengths, coverage and the judge's accuracy."""
     for split in SPLITS:
         found = cast(dict[str, Any], statistics[split])
         for line in describe_split(inputs, split, found):
@@ -163,7 +163,7 @@ def log_plan(
 
 
 def _count_cut_prompts(weighed: WeighingResult) -> dict[str, dict[str, int]]:
-    """Counts how many judge prompts, or pairs with a scorer's instruction, were read and how many had to be cut."""
+    """Counts how many judge prompts, or pairs with a scorer's instruction, were read and how many were truncated."""
     if weighed.report is None:
         return {}
     found: dict[str, dict[str, int]] = {}
@@ -175,12 +175,12 @@ def _count_cut_prompts(weighed: WeighingResult) -> dict[str, dict[str, int]]:
 
 
 def log_weighing(weighed: WeighingResult) -> None:
-    """Logs how the weights were read: cut prompts, thinking traces, the judge's accuracy, the verbalizer's answers."""
+    """Logs how the weights were read: truncated prompts, thinking traces, judge accuracy, the verbalizer's answers."""
     cut_prompts = _count_cut_prompts(weighed)
     if (cut := cut_prompts.get("judge_prompts", {})).get("cut"):
-        log.warning("%(cut)d of %(read)d judge prompts were cut at judge.max_length", cut)
+        log.warning("%(cut)d of %(read)d judge prompts were truncated to judge.max_length", cut)
     if (cut := cut_prompts.get("scorers", {})).get("cut"):
-        log.warning("%(cut)d of %(pairs)d prompts with a scorer's instruction were cut (see lengths)", cut)
+        log.warning("%(cut)d of %(pairs)d prompts with a scorer's instruction were truncated (see lengths)", cut)
     if weighed.traces is not None:
         log.info("%s", weighed.traces.describe_lengths())
         if (problem := weighed.traces.describe_cut_traces()) is not None:
@@ -209,15 +209,15 @@ def require_examples(split: str, made: ExampleSet, processes: int) -> None:
         )
     pairs = len(made.examples)
     if pairs and not get_pair_weights(made.examples).any():
-        nothing = "trained" if split == "train" else "measured and best/ would be chosen by a loss of 0"
+        nothing = "trained" if split == "train" else "measured and best/ would be selected by a loss of 0"
         raise UserError(
             f"{split}: all {pairs} pairs have weight 0 (the pair weight, or every token weight of both responses, "
             f"is 0), so nothing would be {nothing}: choose other weights or data"
         )
     if 0 < pairs < processes:
         raise UserError(
-            f"{split}: {pairs} {'pair' if pairs == 1 else 'pairs'} for {processes} processes, but each needs at least "
-            f"one: use more pairs (data.{split}_rows), or start fewer processes"
+            f"{split}: {pairs} {'pair' if pairs == 1 else 'pairs'} for {processes} processes, but each process needs "
+            f"at least one: use more pairs (data.{split}_rows), or start fewer processes"
         )
 
 
@@ -229,10 +229,10 @@ def require_budgets(examples: Mapping[str, ExampleSet], layout: str, plan: Batch
 
 
 def describe_answers(answers: VerbalizerStatistics) -> Iterator[str]:
-    """Yields log lines: how many of the verbalizer's answers could be used, and why others could not."""
+    """Yields log lines on how many of the verbalizer's answers are usable, and why the others are not."""
     yield (
         f"verbalizer: {answers.parse_rate:.1%} of {answers.answers} answers have a usable part, {answers.parts} parts "
-        f"in all; on average {answers.coverage:.1%} of a response's tokens have a score"
+        f"in total; on average {answers.coverage:.1%} of a response's tokens have a score"
     )
     for reason, count in answers.problems.items():
         yield f"verbalizer: {reason}: {count}"
@@ -244,9 +244,9 @@ ROW_WIDTH = 24  # tokens
 
 
 def describe_example(example: TrainingExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Describes a training example: end of the prompt, then the first ``ROW_WIDTH`` tokens per side as text|weight.
+    """Describes a training example: the prompt's end, then the first ``ROW_WIDTH`` tokens per side as text|weight.
 
-    Weights are relative to uniform: a distribution is multiplied by |y|, and a factor is shown as it is. A dot marks a
+    Weights are relative to uniform: a distribution is multiplied by |y|, and a factor is shown as is. A dot marks a
     token of weight 0.
     """
     lines = [
@@ -271,7 +271,7 @@ def describe_example(example: TrainingExample, tokenizer: PreTrainedTokenizerBas
 log = logging.getLogger(__name__)
 
 SAMPLE = 200
-"""Number of pairs to measure stored layers on, so that 32 layers take seconds however large the store is."""
+"""Number of pairs to measure stored layers on; 32 layers then take seconds regardless of the store's size."""
 
 
 def describe_lost_weights(
@@ -293,14 +293,14 @@ def describe_lost_weights(
     if isinstance(reader, RunJudge):
         same = reader.settings.assembly is Assembly.TEXT
         helps += ["judge.assembly=ids (for a judge with the model's tokenizer)"] * same
-        helps.append("another prompt wording (judge.template_file)")
+        helps.append("a different judge prompt (judge.template_file)")
     if align is AlignMethod.LEVENSHTEIN:
         helps.append("align.method=characters")
     cut = sum(tally.count_starting_with(words.format(side)) for words in (CUT, CUT_IN_FRONT) for side in SIDES)
     cuts = f", as are those on the {cut} pieces that lengths.max_length cut from responses" if cut else ""
     what = f". These settings can help: {', '.join(helps)}" if helps else ""
     return (
-        f"weights of {describe_weight_origin(source, rows)}: {arrived.describe()}: the weights of tokens that match no "
+        f"weights of {describe_weight_origin(source, rows)}: {arrived.describe()}; the weights of tokens that match no "
         f"training token are lost{cuts}{what}"
     )
 
@@ -313,7 +313,7 @@ def describe_weight_origin(source: WeightSource, rows: Sequence[StoredRow]) -> s
 
 
 def log_coverage_by_layer(readers: Readers, weighed: WeighingResult, encoded: EncodedSet, align: AlignRules) -> None:
-    """Logs coverage and kept share of the weights for every stored layer, without transforms, on a sample of pairs."""
+    """Logs coverage and share of weights retained for each stored layer, without transforms, on a sample of pairs."""
     pairs = select_calibration_pairs([pair for pair in encoded.pairs if pair.pair_id in weighed.captured], SAMPLE)
     sample = sample_as_splits(encoded, pairs)["train"]
     source, rows, captured = weighed.source, weighed.layers, weighed.captured

@@ -1,4 +1,4 @@
-"""Steps from a config to training examples: reading, encoding and weighing the pairs of a run."""
+"""Turns a config into training examples: reads, encodes and weights the pairs of a run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -47,14 +47,14 @@ class Inputs:
 
 
 def encode_splits(pairs: Mapping[str, PairSet], base: BaseModel, rules: LengthRules) -> EncodedTexts:
-    """Encodes both splits under the length rules. Raises UserError for rows longer than the model's positions."""
+    """Encodes both splits under the length rules. Raises UserError for rows longer than the model's context."""
     texts = prepared.encode(pairs, base.chat, rules, base.store)
     check_positions(base.spec, texts.encoded)
     return texts
 
 
 def check_positions(model: ModelSpec, encoded: Mapping[str, EncodedSet]) -> None:
-    """Raises UserError for a row longer than the model's positions, and names a length that works."""
+    """Raises UserError for a row longer than the model's context; the message suggests a length that works."""
     for split, found in encoded.items():
         lengths = count_row_tokens(found.encoded).longest_branch.tolist()
         longest = max(lengths, default=0)
@@ -98,7 +98,7 @@ def read_inputs(cfg: RunConfig, base: BaseModel, readers: Readers) -> Inputs:
 
 
 def write_training_prompts(inputs: Inputs, folder: Path) -> None:
-    """Writes digests of the training prompts to the run folder, so that evaluations can recognise these prompts."""
+    """Writes digests of the training prompts to the run folder, which lets evaluations recognise these prompts."""
     examples, pairs = inputs.examples["train"].examples, inputs.pairs["train"].pairs
     if isinstance(examples, ExampleRows):
         write_prompt_digests(folder, examples.prompt_digests())

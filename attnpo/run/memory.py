@@ -1,6 +1,6 @@
-"""Memory check of a run before any model loads: whether it fits, and the values of ``auto`` for model and batch.
+"""Checks whether a run fits in memory before any model loads, and resolves ``auto`` for model and batch.
 
-Each ``auto`` in the model becomes the fastest choice that fits; token budgets then become as large as fits.
+Each ``auto`` in the model becomes the fastest choice that fits; token budgets are then made as large as possible.
 """
 
 import logging
@@ -52,7 +52,7 @@ class MemoryConfig(RootConfig):
 class MemoryPlan:
     """Settings that determine how much memory training needs; ``auto`` in model and batch is unresolved.
 
-    ``reference``: kind of reference, None if the objective reads none. ``moments``: dtype of the optimiser's moments.
+    ``reference``: kind of reference, None if the objective uses none. ``moments``: dtype of the optimiser's moments.
     """
 
     model: ModelSpec
@@ -107,7 +107,7 @@ def require_device(accelerator: str) -> None:
     """Raises UserError if the config requires a GPU and there is none."""
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise UserError(
-            f"trainer.accelerator={accelerator}, but no CUDA device is visible: to run on the CPU, leave out hardware= "
+            f"trainer.accelerator={accelerator}, but no CUDA device is visible: to run on the CPU, omit hardware= "
             "or set trainer.accelerator=auto; otherwise check CUDA_VISIBLE_DEVICES and the driver"
         )
 
@@ -129,7 +129,7 @@ def log_training_memory(
 
 
 def log_judge_memory(judge: RunJudge, device: torch.device) -> None:
-    """Logs the memory that the judge needs, and whether it fits the device."""
+    """Logs the memory that the judge needs, and whether it fits on the device."""
     capacity = device_memory(device)
     budget = judge.choose_token_budget(capacity)
     if judge.settings.token_budget == AUTO:
@@ -140,7 +140,7 @@ def log_judge_memory(judge: RunJudge, device: torch.device) -> None:
 
 @contextmanager
 def tolerate_failed_estimate(path: str) -> Iterator[None]:
-    """Logs a warning if an estimate fails, and continues: some model configs lack the numbers for an estimate."""
+    """Logs a warning if an estimate fails, and continues: some model configs lack the required fields."""
     try:
         yield
     except UserError:
@@ -153,7 +153,7 @@ def tolerate_failed_estimate(path: str) -> Iterator[None]:
 def estimate_hardware_options(
     config: PretrainedConfig, overrides: Sequence[str], config_dir: Path | None
 ) -> Iterator[tuple[str, MemoryEstimate]]:
-    """Yields every option of the group ``hardware`` that this machine has enough devices for, with its estimate."""
+    """Yields each option of the group ``hardware`` that this machine has enough devices for, with its estimate."""
     given = [word for word in overrides if not str(word).startswith("hardware=")]
     for option in list_groups(config_dir).get("hardware", []):
         try:
@@ -170,10 +170,10 @@ def estimate_hardware_options(
 
 
 def fit_memory(plan: MemoryPlan) -> tuple[ModelSpec, BatchPlan]:
-    """Resolves every ``auto`` of model and batch by the memory estimate, and logs the reason once.
+    """Resolves each ``auto`` in model and batch from the memory estimate, and logs the reason once.
 
-    Takes the first of ``ModelSpec.memory_choices`` that fits with the smallest budgets, then the largest budgets that
-    fit. If nothing fits or there is no estimate, takes the choice that needs the least memory. The saved config keeps
+    Picks the first of ``ModelSpec.memory_choices`` that fits with the smallest budgets, then the largest budgets that
+    fit. If nothing fits or there is no estimate, picks the choice that needs the least memory. The saved config keeps
     ``auto``.
     """
     asked, batch = plan.model, plan.smallest_batch
@@ -198,7 +198,7 @@ def fit_memory(plan: MemoryPlan) -> tuple[ModelSpec, BatchPlan]:
 
 
 def maximize_token_budgets(plan: MemoryPlan, config: PretrainedConfig, model: ModelSpec, capacity: int) -> BatchPlan:
-    """Sets every ``auto`` budget to the most tokens that fit ``capacity`` bytes, but at most a process's whole step."""
+    """Sets each ``auto`` budget to the most tokens that fit in ``capacity`` bytes, capped at a process's whole step."""
     least = plan.smallest_batch
     share = min(MOST, 2 * plan.max_length * -(-least.pairs // planned_processes(plan.trainer)))
 
@@ -218,7 +218,7 @@ def maximize_token_budgets(plan: MemoryPlan, config: PretrainedConfig, model: Mo
 
 
 def choose_quickest_fit(estimates: Sequence[MemoryEstimate], capacity: int | None) -> tuple[int, str]:
-    """Returns the index of the first (fastest) estimate that fits ``capacity`` bytes, and the reason for the choice."""
+    """Returns the index of the first (fastest) estimate that fits in ``capacity`` bytes, and the reason."""
     if capacity is None:
         return len(estimates) - 1, "the one that needs the least memory, because no GPU memory could be read"
     for place, estimate in enumerate(estimates):

@@ -1,6 +1,6 @@
 """First and last log lines of a run: what it is about to do, its outcome, and the next steps.
 
-Logged only by the leading process of a job; a study's points log to their own files. Light: loads nothing heavy.
+Logged only by the main process of a job; a study's points log to their own files. Imports nothing heavy.
 """
 
 import logging
@@ -80,7 +80,7 @@ LOW_RATE = 1e-5  # for adapters, whose update starts at 0; 1e-6 is common when a
 
 
 def warn_low_learning_rate(rate: float) -> None:
-    """Warns if adapters would be trained with a learning rate that suits full training."""
+    """Warns if adapters would be trained with a learning rate meant for full fine-tuning."""
     if rate < LOW_RATE:
         line = (
             f"optimizer.lr={rate:g} is too low for adapters (model.lora), which would hardly change: "
@@ -115,7 +115,7 @@ def closing_lines(composed: Composition, seed: int, folder: Path, result: RunRes
 
 
 def outcome_text(result: RunResult) -> str:
-    """Describes the outcome in words, and adds that a single run allows no comparison."""
+    """Describes the outcome in words, and notes that a single run allows no comparison."""
     if result.truth is not None:
         scores = result.truth["test"].numbers
         text = (
@@ -136,7 +136,7 @@ def outcome_text(result: RunResult) -> str:
 
 
 def next_commands(composed: Composition, seed: int, folder: Path) -> list[str]:
-    """Returns commands for the run's table, another seed, and, if ``fit`` accepts that, other weights."""
+    """Returns commands for the run's table, another seed and, if ``fit`` accepts them, other weights."""
     uniform = composed.choices.get("weights") == "uniform"
     other, objective = ("attention", "twdpo") if uniform else ("uniform", "dpo")
     twins = [(f"weights={other}",), (f"weights={other}", f"objective={objective}")]

@@ -1,6 +1,6 @@
-"""Policy that a run trains, and the reference: a live model or stored log-probabilities.
+"""Policy that a run trains, and its reference: a live model or stored log-probabilities.
 
-A stored reference is a float32 log-probability per token, so that no second model is in memory.
+A stored reference is one float32 log-probability per token, which avoids a second model in memory.
 """
 
 import logging
@@ -62,10 +62,10 @@ def fill_reference_table(
     refill: str,
     shard: tuple[int, int] | None = None,
 ) -> None:
-    """Computes the reference log-probabilities that ``table`` lacks for the examples, and adds them.
+    """Computes the reference log-probabilities of examples that ``table`` lacks, and adds them.
 
-    ``model``: the reference. ``shard`` (rank, ranks): compute only every ranks-th example; if None, a job of several
-    processes raises UserError. ``refill``: the command that fills the store, for the error message.
+    ``model``: the reference. ``shard`` (rank, ranks): compute only every ranks-th example; if None, a multi-process job
+    raises UserError. ``refill``: the command that fills the store, for the error message.
     """
     places: dict[str, tuple[Sequence[TrainingExample], int, int]] = {}
     for made in sets.values():
@@ -78,7 +78,7 @@ def fill_reference_table(
     log_stored_pairs("reference log-probs", table, len(wanted), len(lacking), BYTES_PER_TOKEN * tokens)
     if lacking and shard is None and world_size() > 1:
         raise UserError(
-            "reference log-probs are missing from the store, which a job of several processes cannot fill; fill it "
+            "reference log-probs are missing from the store, which a multi-process job cannot fill; fill it "
             "first with: " + refill
         )
     if not lacking:
@@ -97,7 +97,7 @@ def fill_reference_table(
 def choose_layout(
     base: BaseModel, layout: str, reference: str, models: Sequence[ScoredLM], requests: Collection[str] = ()
 ) -> Layout:
-    """Returns the layout stored for this model, device and versions; otherwise tries the layouts and stores the result.
+    """Returns the layout stored for this model, device and versions, or tries the layouts and stores the result.
 
     ``reference``: kind of reference. ``models``, ``requests`` and errors: as in ``trial.select_layout``.
     """
@@ -112,7 +112,7 @@ def choose_layout(
     trial = _TrialRecord.for_model(base, LAYOUT_TRIALS, facts)
     kept = (read_record(trial.path) or {}).get("taken")
     if kept in LAYOUTS:
-        log.info("layout %s: from an earlier trial with this model, device and versions (kept in the store)", kept)
+        log.info("layout %s: from an earlier trial with this model, device and versions (in the store)", kept)
         return LAYOUTS[kept]
     taken = select_layout(layout, models, requests, base.device)
     trial.save(taken=_layout_name(taken))
@@ -184,7 +184,7 @@ def load_base_model(base: BaseModel) -> PreTrainedModel:
 
 
 def load_policy(base: BaseModel) -> ScoredLM:
-    """Loads the model to train; with ``model.lora``, adds new adapters, which change no output at first.
+    """Loads the model to train; with ``model.lora``, adds new adapters, which initially leave the output unchanged.
 
     With ``model.reward``, loads a reward model on the same base.
     """
@@ -208,7 +208,7 @@ def load_policy(base: BaseModel) -> ScoredLM:
 
 
 def _enable_checkpointing(policy: ScoredLM, spec: ModelSpec) -> ScoredLM:
-    """Turns on activation checkpointing if ``spec`` requests it; returns the policy."""
+    """Enables activation checkpointing if ``spec`` requests it; returns the policy."""
     if spec.uses_checkpointing:
         policy.model.activation_checkpointing_enable(every_n_layers=spec.checkpoint_every)
     return policy
@@ -230,9 +230,9 @@ def _load_reward_policy(base: BaseModel) -> ScoredLM:
 
 
 def compile_policy(base: BaseModel, policy: ScoredLM, layout: Layout, *, required: bool) -> bool:
-    """Compiles the blocks of a policy for training in ``layout``, if ``model.compile`` requests it.
+    """Compiles a policy's blocks for training in ``layout`` if ``model.compile`` requests it.
 
-    If compiled blocks fail or their numbers differ from those of plain blocks, raises UserError if ``required``, and
+    If compiled blocks fail or their outputs differ from those of plain blocks, raises UserError if ``required``, and
     otherwise (``auto``) returns False. Stores the result of the comparison, and torch's compiled code next to it.
     """
     backend, _ = base.spec.backend(base.device.type)
@@ -242,7 +242,7 @@ def compile_policy(base: BaseModel, policy: ScoredLM, layout: Layout, *, require
     log.info(
         "model.compile=%s: compiling takes about a minute without a cache (64 s for 8B on an H100), and later a few "
         "seconds per new layout; a few blocks are compiled now to compare them with plain ones (unless the store has "
-        "the result), the others in the first step; torch caches the code in %s",
+        "the result), the rest in the first step; torch caches the code in %s",
         *(backend, os.environ[COMPILED_CODE]),
     )
     try:
@@ -257,7 +257,7 @@ def compile_policy(base: BaseModel, policy: ScoredLM, layout: Layout, *, require
 
 
 def _require_same_numbers(base: BaseModel, policy: ScoredLM, backend: str, layout: Layout) -> None:
-    """Raises ``UserError`` if compiled blocks fail or change the numbers; uses the stored result if there is one."""
+    """Raises ``UserError`` if compiled blocks fail or change the outputs; uses the stored result if there is one."""
     trial = _TrialRecord.for_model(base, COMPILE_TRIALS, {"backend": backend, "layout": _layout_name(layout)})
     kept = read_record(trial.path)
     against = None if kept is None else kept.get("against")
@@ -276,7 +276,7 @@ def _require_same_numbers(base: BaseModel, policy: ScoredLM, backend: str, layou
 
 
 def refit_without_compilation(plan: MemoryPlan, spec: ModelSpec, policy: ScoredLM) -> tuple[ModelSpec, BatchPlan]:
-    """Returns model and batch refitted to memory without compilation, and updates ``policy`` accordingly."""
+    """Refits model and batch to memory without compilation and returns them; updates ``policy`` accordingly."""
     asked = plan.model
     plain = replace(
         spec,

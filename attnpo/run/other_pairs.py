@@ -1,4 +1,4 @@
-"""Pairs from outside the run, weighed in the same way as its training pairs, without writing to the store."""
+"""Weights pairs from outside a run in the same way as its training pairs, without writing to the store."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -34,10 +34,10 @@ class RewardFactors(NamedTuple):
 def weigh_other_pairs(
     recipe: ExampleRecipe, weighed: WeighingResult, readers: Readers, pairs: Sequence[PreferencePair], ask: bool = False
 ) -> list[TrainingExample]:
-    """Returns the pairs as examples with weights; weights are 0 for pairs that get none.
+    """Returns the pairs as weighted examples; pairs without weights get weights of 0.
 
-    A source that needs a generator's answers gives empty weights unless ``ask`` is set. Pairs that lack the columns of
-    the source get weights of 0.
+    Sources that need a generator's answers return empty weights unless ``ask`` is set. Pairs that lack the source's
+    columns get weights of 0.
     """
     encoded = encode_pairs(pairs, readers.base.chat, readers.lengths, keep_same=True)
     known: dict[str, TrainingExample] = {}
@@ -68,7 +68,7 @@ def _drop_pairs_without_columns(encoded: EncodedSet, source: WeightSource) -> En
 def _capture_without_store(
     readers: Readers, source: WeightSource, pairs: Sequence[PreferencePair]
 ) -> dict[str, PairWeights]:
-    """Captures the rows that ``source`` needs for other pairs, in a temporary store."""
+    """Captures the raw weights that ``source`` needs for other pairs, in a temporary store."""
     reader = readers.make_reader(source)
     if reader is None:
         return {}
@@ -85,7 +85,7 @@ def _capture_without_store(
 
 
 def token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tensor, "rows R"]:
-    """Returns the factor of beta at each response token, as the objective defines it."""
+    """Returns the factor that multiplies beta at each response token, as the objective defines it."""
     if "token_weights" not in objective.requires:
         return torch.ones_like(rows.token_weights["reward"])
     if not isinstance(objective, LengthScaled):
@@ -101,7 +101,7 @@ def reward_factors(
     readers: Readers,
     pairs: Sequence[PreferencePair],
 ) -> Mapping[str, RewardFactors]:
-    """Returns the objective's factors of the log-ratios of other pairs, by pair id; omits pairs without weights."""
+    """Returns the objective's log-ratio factors for other pairs, by pair id; omits pairs without weights."""
     found = {}
     factors = weighed.source.kind is Kind.FACTOR
     for example in weigh_other_pairs(recipe, weighed, readers, pairs, ask=True):

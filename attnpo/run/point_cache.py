@@ -1,6 +1,6 @@
 """In-process cache shared by the points of a study, cleared at its end.
 
-Decides when values are cached. Callers choose key, value and size limit.
+Decides when to cache values; callers choose the key, value and size limit.
 """
 
 import logging
@@ -17,9 +17,9 @@ Some = TypeVar("Some")
 
 @dataclass
 class PointCache:
-    """In-process cache of at most ``entries`` values; drops the least recently used first.
+    """In-process cache of at most ``entries`` values; evicts the least recently used first.
 
-    ``room``: size limit of a value, in the unit of ``size`` in ``get_or_make``; larger values are not cached.
+    ``room``: size limit per value, in the unit of ``size`` in ``get_or_make``; larger values are not cached.
     """
 
     entries: int
@@ -32,7 +32,7 @@ class PointCache:
     def get_or_make(
         self, key: Callable[[], dict[str, object]], make: Callable[[], Some], size: Callable[[Some], int]
     ) -> Some:
-        """Returns the cached value for ``key``, or makes and caches one. The log names it by the key's "what"."""
+        """Returns the cached value for ``key``, creating it if missing. The log names it by the key's "what"."""
         if not _open:
             return make()
         parts = key()

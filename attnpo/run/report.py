@@ -118,7 +118,7 @@ HOVER = (
 
 
 def read_samples(folder: Path) -> list[dict[str, str]]:
-    """Reads the sampled answers of policy and reference, with their prompts as text; empty if the run wrote none."""
+    """Reads the sampled responses of policy and reference, with their prompts as text; empty if there are none."""
     path = folder / SAMPLES
     rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
     return [
@@ -167,7 +167,7 @@ PLACES = ("p50", "p90", "p99", "max")
 
 
 def readable_name(name: str) -> str:
-    """Returns a key in the form shown on pages."""
+    """Returns the display form of a key for pages."""
     return name.replace("_", " ")
 
 
@@ -184,9 +184,9 @@ KL = {"tokens": "share of tokens", "kl": "share of KL", "kl_per_token": "KL per 
 
 
 def drift_section(result: RunResult, folder: Path) -> Section:
-    """Returns the section on where the policy moved: KL by token class, the remaining numbers and ``drift.png``.
+    """Returns the section on where the policy moved: KL by token class, the other metrics and ``drift.png``.
 
-    Draws the figure.
+    Also draws the figure.
     """
     every = dict(flat_numbers(result.drift))
     parts = {part: words for part, words in PARTS.items() if part in result.drift}
@@ -219,9 +219,9 @@ def drift_section(result: RunResult, folder: Path) -> Section:
     )
 
 
-def _entries_under(every: Mapping[str, float | int], opening: str) -> Iterator[tuple[str, float | int]]:
-    """Yields (name, value) of the entries whose names begin with ``opening``, which is removed."""
-    return ((name.removeprefix(opening), value) for name, value in every.items() if name.startswith(opening))
+def _entries_under(every: Mapping[str, float | int], prefix: str) -> Iterator[tuple[str, float | int]]:
+    """Yields (name, value) for each entry whose name starts with ``prefix``, with the prefix removed."""
+    return ((name.removeprefix(prefix), value) for name, value in every.items() if name.startswith(prefix))
 
 
 TRAINER_KEYS = ("max_epochs", "max_steps", "gradient_clip_val", "precision", "strategy")
@@ -246,7 +246,7 @@ def log_run_to_wandb(
     settings: CallbackSettings,
     folder: Path,
 ) -> None:
-    """Sends a run's numbers (``result/PATH``), inputs, samples, curves and heat maps to W&B, if W&B is in use."""
+    """Sends a run's metrics (``result/PATH``), inputs, samples, curves and heat maps to W&B, if W&B is in use."""
     for tracker in wandb_loggers(loggers):
         import wandb
 
@@ -279,7 +279,7 @@ def make_wandb_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -
 
 
 def flat_numbers(node: Mapping[str, object]) -> Iterator[tuple[str, float | int]]:
-    """Yields (path, value) of every finite number in nested mappings; skips lists, strings and booleans."""
+    """Yields (path, value) for each finite number in nested mappings; skips lists, strings and booleans."""
     for path, value in flatten(node, "/"):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             yield path, value
@@ -291,9 +291,9 @@ def flat_numbers(node: Mapping[str, object]) -> Iterator[tuple[str, float | int]
 def make_exporter(
     model: ModelSpec, chat: ChatFormat, dtype: str | None, facts: Mapping[str, object] | None
 ) -> Exporter:
-    """Returns the exporter of a run with its tokenizer, chat template, turn-ending ids and the data of its model card.
+    """Returns a run's exporter with its tokenizer, chat template, end-of-turn token ids and model card data.
 
-    Logs what users of the exported folder must know. Without ``facts`` there is no card and no log.
+    Logs notes for users of the exported folder. Without ``facts``, logs nothing and writes no card.
     """
     ends, template = tuple(sorted(chat.end_ids)), chat.inference_template()
     if facts is None:
@@ -307,7 +307,7 @@ def make_exporter(
     options = {"chat_template_kwargs": dict(model.chat_template_kwargs or {}), "fold_system": model.fold_system}
     if any(options.values()):
         told = ", ".join(f"model.{key}={json.dumps(value)}" for key, value in options.items() if value)
-        notes.append(f"the exported chat template applies the settings of training: {told}")
+        notes.append(f"the exported chat template applies the training settings: {told}")
         log.info("checkpoints: %s", notes[-1])
     older = rotary_warning(load_text_config(model.path, model.revision))
     if older is not None:
@@ -317,7 +317,7 @@ def make_exporter(
 
 
 def card_facts(cfg: RunConfig, model: ModelSpec, inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the data of a run's model card except its metrics (``model_card.Facts``); hashes the base model."""
+    """Returns the model card data of a run, without metrics (``model_card.Facts``); hashes the base model."""
     prepared, source = store_root(cfg.store) / "prepared", inputs.weighed.source
     data, mix, judge = cfg.node("data"), getattr(cfg.data, "mix", None), cfg.node("judge")
     path = judge.pop("path")
@@ -356,7 +356,7 @@ def card_facts(cfg: RunConfig, model: ModelSpec, inputs: Inputs, statistics: Map
 
 
 def fit_command(composed: Composition) -> list[str]:
-    """Returns the command that reproduces a run's config, without overrides that only name folders."""
+    """Returns the command that reproduces a run's config, omitting overrides that only name folders."""
     kept = [
         mask_credentials(override)
         for override in composed.overrides

@@ -81,7 +81,7 @@ class BaseModel:
         return self.precision == "bf16-mixed"
 
     def autocast(self) -> torch.autocast:
-        """Returns the autocast context that the policy runs in, for both stored and live log-probabilities."""
+        """Returns the autocast context in which the policy runs, for both stored and live log-probabilities."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.is_mixed)
 
     def score(
@@ -108,7 +108,7 @@ class Readers:
     """Readers of token weights in a run: cheap to create, because models are loaded only on use.
 
     ``length_from``: which tokens |y| counts (None: the objective has no such setting). ``command``: the command that
-    fills the store before a job of several processes.
+    fills the store before a multi-process job.
     """
 
     base: BaseModel
@@ -121,7 +121,7 @@ class Readers:
 
     @property
     def refill_command(self) -> str:
-        """Returns instructions for filling the store before a job of several processes."""
+        """Returns instructions for filling the store before a multi-process job."""
         return f"in one process or several: {self.command}"
 
     def make_reader(self, source: WeightSource) -> WeightReader | None:
@@ -137,7 +137,7 @@ class Readers:
             return None
         if len(wanted) > 1 or wanted[0] not in kinds:
             raise UserError(
-                f"weights {type(source).__name__} need {' and '.join(wanted)}, but a run supports one of "
+                f"weights {type(source).__name__} need {' and '.join(wanted)}, but a run supports only one of "
                 f"{', '.join(kinds)}: choose other weights"
             )
         return kinds[wanted[0]]()
@@ -193,7 +193,7 @@ class Readers:
         return reward
 
     def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
-        """Raises UserError if token ids of two vocabularies would be matched; warns if |y| counts foreign tokens."""
+        """Raises UserError if token ids of two vocabularies would be matched; warns if |y| counts source tokens."""
         own = self.base.spec.path
         if tokenizer.get_vocab() == self.base.tokenizer.get_vocab():
             return
@@ -216,7 +216,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 class Resolved(NamedTuple, Generic[Config]):
-    """Config with all paths filled in, and the components made from the config; commands unpack this tuple.
+    """Config with all paths filled in, and the components built from the config; commands unpack this tuple.
 
     ``report``: what ``prepare`` measured when it built model, data and judge.
     """
@@ -243,7 +243,7 @@ def resolve_paths(cfg: Config) -> tuple[Config, dict[str, object]]:
                 cfg = cfg.with_value(key, str(path))
     lacking = missing_path_keys(cfg.model, cfg.data)
     if lacking:
-        raise UserError(f"set {' and '.join(lacking)}, for example {lacking[0]}=FOLDER_OR_HUB_NAME")
+        raise UserError(f"set {' and '.join(lacking)}, e.g. {lacking[0]}=FOLDER_OR_HUB_NAME")
     made = make_judge(cfg.judge, cfg.weights, cfg.prepare, root)
     if made is None:
         return cfg, report
@@ -259,15 +259,15 @@ def missing_path_keys(model: ModelSpec, data: PairReader) -> list[str]:
 
 
 def make_judge(judge: Judge, source: WeightSource, prepare: Preparer | None, root: Path) -> PreparedJudge | None:
-    """Returns the second model to judge with, built under ``root`` if it is missing; None if none is needed.
+    """Returns the separate judge model, built under ``root`` if it is missing; None if none is needed.
 
-    Raises UserError if another model should judge, but none is named and ``prepare`` cannot build one.
+    Raises UserError if a separate judge is requested, but none is named and ``prepare`` cannot build one.
     """
     if not judge.other or judge.path is not None or "judge" not in source.requires:
         return None
     if not isinstance(prepare, JudgePreparer):
         raise UserError(
-            "judge=other uses another model, but other_judge.path is null: set other_judge.path=FOLDER_OR_HUB_NAME "
+            "judge=other needs a second model, but other_judge.path is null: set other_judge.path=FOLDER_OR_HUB_NAME "
             "(setting=testbed builds its own)"
         )
     try:
@@ -284,7 +284,7 @@ def judge_report(judge: PreparedJudge) -> dict[str, object]:
 def resolve(cfg: Config) -> Resolved[Config]:
     """Resolves a config: fills in its paths, describes the model and its readers, and checks them.
 
-    Raises UserError, before any data is read, for anything that could not be read later.
+    Raises UserError, before any data is read, for anything that would fail to load later.
     """
     # Model folders load and save quickly; their progress bars would only clutter the log.
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]

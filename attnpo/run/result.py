@@ -19,8 +19,8 @@ OVERLAP = "trained_on"  # key in the summary of the validation pairs
 class TruthScores:
     """True-reward scores of a policy on the held-out prompts of one split.
 
-    ``numbers``: scalars by name. ``rewards``: true reward of every prompt, mean over its answers. ``base_rewards``: the
-    same for the base model.
+    ``numbers``: scalars by name. ``rewards``: true reward of each prompt, averaged over its responses.
+    ``base_rewards``: the same for the base model.
     """
 
     numbers: dict[str, float]
@@ -73,14 +73,14 @@ class RunResult:
 
     @property
     def overlap_warning(self) -> str | None:
-        """Returns a warning if validation pairs were also trained on; None otherwise, or if this was not checked."""
+        """Returns a warning if validation pairs also appear in the training data; None otherwise, or if not checked."""
         found = self.split("val").get(OVERLAP)
         warning = found.get("warning") if isinstance(found, dict) else None
         return None if warning is None else str(warning)
 
     @property
     def is_destroyed(self) -> bool:
-        """Returns whether training left no usable model: its weights exploded, or chosen answers became unlikely."""
+        """Returns whether training left no usable model: its weights exploded, or chosen responses became unlikely."""
         return self.metrics.get("moved/growth", 1.0) > GROWTH or self._is_unlikely
 
     @property
@@ -90,16 +90,16 @@ class RunResult:
 
     @property
     def training_warning(self) -> str | None:
-        """Returns a warning if training moved no weight or destroyed the model, else None."""
+        """Returns a warning if training changed no weight or destroyed the model, else None."""
         moved = self.metrics
         if moved.get("moved/grad_norm") == 0:
-            return "no step had a gradient, so nothing was learned: check the token weights and the objective"
+            return "no step had a nonzero gradient, so nothing was learned: check the token weights and the objective"
         if moved.get("moved/weights") == 0:
-            return "training changed no weight, so the policy equals the base: set a larger optimizer.lr"
+            return "training did not change any weight, so the policy equals the base: set a larger optimizer.lr"
         if self._is_unlikely:
             first, last = moved["first/val/logps/chosen"], moved["val/logps/chosen"]
             return (
-                f"the model is destroyed: log-prob of chosen answers {last:.0f} ({first:.0f} before training); {LESS}"
+                f"the model is destroyed: log-prob of chosen responses {last:.0f} ({first:.0f} before training); {LESS}"
             )
         if self.is_destroyed:
             return f"the model is destroyed: its weights grew {moved['moved/growth']:.0e}-fold; {LESS}"
@@ -107,7 +107,7 @@ class RunResult:
 
     @property
     def warnings(self) -> list[str]:
-        """Returns the warnings to show with every figure: failed training, leaked pairs, a bad judge, lost weights."""
+        """Returns the warnings to show with the scores: failed training, leaked pairs, a bad judge, lost weights."""
         lost = [f"{name}: {part['warning']}" for name in ("train", "val") if "warning" in (part := self.split(name))]
         found = (self.training_warning, self.overlap_warning, self.judge_warning, *lost)
         return [text for text in found if text is not None]
@@ -153,7 +153,7 @@ class RunResult:
         """Parses the text of a ``result.json``. Raises ValueError for anything else."""
         data = parse_json(text)
         if not isinstance(data, dict):
-            raise ValueError(f"this is not the result of a run: expected keys with values, got {type(data).__name__}")
+            raise ValueError(f"this is not the result of a run: expected a JSON object, got {type(data).__name__}")
         return cls.from_json(data)
 
 

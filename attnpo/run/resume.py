@@ -1,4 +1,4 @@
-"""Checks of a run folder, and the search for the checkpoint to resume from."""
+"""Checks a run folder and finds the checkpoint to resume from."""
 
 import logging
 import shutil
@@ -72,8 +72,8 @@ def check_same_values(stored: Mapping[str, object], asked: Mapping[str, object],
         if key not in stored:
             raise UserError(
                 f"resume: {place} has no value for {key}, which is now {redact(new)!r}. The saved run is a "
-                "different one, or was made by an earlier version of attnpo and cannot be resumed by this one: start a "
-                "new run under another name"
+                "different one, or was created by an earlier version of attnpo and cannot be resumed by this one: "
+                "start a new run under another name"
             )
         if not is_same_identity(old, new):
             raise UserError(
@@ -89,8 +89,8 @@ def find_checkpoint(
     """Returns the checkpoint that ``resume`` names: auto (``last/`` if it exists), a path, or None.
 
     Compares the checkpoint's files with their digests, and its settings with ``numbers``. ``point``: true for a point
-    of a study, which starts over if its checkpoint is damaged. Raises UserError for a path without a checkpoint, a
-    checkpoint of a run with other settings, or a damaged checkpoint.
+    of a study, which starts over if its checkpoint is damaged. Raises UserError if the path has no checkpoint, or if
+    the checkpoint is damaged or comes from a run with other settings.
     """
     if resume is None:
         return None
@@ -119,10 +119,10 @@ def _find_undamaged_checkpoint(folder: Path, numbers: Mapping[str, object], poin
         return _log_checkpoint(last / STATE)
     # Nothing is lost if best/ has the same step; a study's point uses it in any case.
     if other and (point or read_checkpoint_info(best).get("step") == read_checkpoint_info(last).get("step")):
-        log.warning("resume=auto: %s: %s; resuming from %s instead", last, problem, best)
+        log.warning("resume=auto: cannot resume from %s (%s); resuming from %s instead", last, problem, best)
         return _log_checkpoint(best / STATE)
     if point:
-        log.warning("resume=auto: %s: %s; this run starts from the beginning", last, problem)
+        log.warning("resume=auto: cannot resume from %s (%s); this run starts from the beginning", last, problem)
         return None
     raise _damage_error("auto", last / STATE, problem)
 
@@ -141,7 +141,7 @@ def _describe_damage(numbers: Mapping[str, object], place: Path) -> str | None:
 
 
 def _describe_damage_of_best(folder: Path, resume: Path) -> str | None:
-    """Returns how ``checkpoint.json`` in the run's own ``best/``, with the best value so far, is damaged; or None."""
+    """Returns how ``checkpoint.json`` (the best value so far) in the run's own ``best/`` is damaged, or None."""
     best = complete_folder(folder / "best")
     if not best.is_dir() or best == resume.parent or is_fork(folder, resume):
         return None
@@ -176,7 +176,7 @@ def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
 
 
 def find_finished_result(folder: Path, identity: RunIdentity, point: bool = False) -> RunResult | None:
-    """Returns the result of a run that ``resume=auto`` names and that is already finished, or None.
+    """Returns the result if ``resume=auto`` names an already finished run, else None.
 
     Ignores a damaged result. Raises UserError if the run had other settings, or if its result is damaged and there is
     no checkpoint to continue from.
@@ -222,7 +222,7 @@ def is_fork(folder: Path, resume: Path | None) -> bool:
 
 
 def require_usable_folder(folder: Path, resume: Path | None) -> None:
-    """Raises UserError if a run that begins in ``folder`` would overwrite another run or mix with other files."""
+    """Raises UserError if starting a run in ``folder`` would overwrite another run or mix with other files."""
     if is_fork(folder, resume) and (taken := _describe_existing_run(folder)) is not None:
         raise UserError(
             f"resume={resume} is a checkpoint from another folder, but {folder} already contains {taken}: set a new "
@@ -239,7 +239,7 @@ def _require_own_folder(folder: Path) -> None:
         foreign and CONFIG not in read_checksums(folder) and not _is_config(folder / CONFIG)
     ):
         raise UserError(
-            f"{folder} must be empty or the folder of a run (with its {CONFIG}), but contains {', '.join(foreign[:3])}"
+            f"{folder} must be empty or a run folder (with its {CONFIG}), but contains {', '.join(foreign[:3])}"
             f"{' and more' if len(foreign) > 3 else ''}: set name= to a new name under output="
         )
 
@@ -268,7 +268,7 @@ def write_result(part: Path) -> None:
 
 
 def prepare_folder(folder: Path, resume: Path | None) -> None:
-    """Removes the result, and files of earlier sessions that this one does not continue: the run is unfinished now."""
+    """Marks the run as unfinished: removes its result and files of earlier sessions that it does not continue."""
     for place in (folder, folder / LOGS):
         remove_temporary_files(place)
     if resume is None or is_fork(folder, resume):

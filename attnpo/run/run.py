@@ -289,14 +289,14 @@ def write_samples(
     max_length: int,
     seed: int,
 ) -> None:
-    """Writes both models' answers to the first ``settings.samples`` prompts with room for answers, as JSON lines."""
+    """Writes both models' responses to the first ``settings.samples`` prompts with room for them, as JSON lines."""
     limit = min(max_length, context_length(policy.config) or max_length)
     encoded = encode_prompts(
         [AnswerPrompt(pair.pair_id, pair.prompt) for pair in pairs], base.chat, settings.sample_tokens, limit
     )
     pairs = [pair for pair in pairs if pair.pair_id in encoded.kept][: settings.samples]
     if not pairs:
-        log.info("no answers sampled: no validation prompt leaves room for %d tokens", settings.sample_tokens)
+        log.info("no responses sampled: no validation prompt leaves room for %d tokens", settings.sample_tokens)
         return
     sampling = Sampling(max_new_tokens=settings.sample_tokens, seed=seed)
     reference = load_base_model(base)
@@ -309,4 +309,4 @@ def write_samples(
         for i, pair in enumerate(pairs):
             row = {"prompt": list(pair.prompt), **{name: texts[i] for name, texts in answers.items()}}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    log.info("wrote %d sample answers to %s", len(pairs), path)
+    log.info("wrote %d sample responses to %s", len(pairs), path)

@@ -1,4 +1,4 @@
-"""Typed root config with all keys of one run, and the keys without effect."""
+"""Typed root config with all keys of one run, and a check for keys without effect."""
 
 import math
 from dataclasses import dataclass, field
@@ -143,7 +143,7 @@ class RunConfig(RootConfig):
             self._require_no_sampled_answers()
 
     def _require_no_sampled_answers(self) -> None:
-        """Raises UserError if a reward model, which writes no answers, should be scored or measured on answers."""
+        """Raises UserError if settings ask for responses from a reward model, which cannot generate them."""
         asked = {
             "truth=null": self.truth is not None,
             "drift.pairs=0": self.drift is not None and self.drift.pairs > 0,
@@ -151,7 +151,7 @@ class RunConfig(RootConfig):
         }
         given = [mend for mend, wanted in asked.items() if wanted]
         if given:
-            raise UserError(f"model.reward=true trains a model that writes no answers: set {' '.join(given)}")
+            raise UserError(f"model.reward=true trains a reward model, which cannot generate: set {' '.join(given)}")
 
     def groups_set_by_runs(self) -> frozenset[str]:
         """Returns the groups that each run made from this config sets itself; checks skip these groups."""

@@ -1,4 +1,4 @@
-"""``attnpo.show``: pairs with numbers per token, by layer, round and stage, on a terminal or in a file."""
+"""``attnpo.show``: pairs with values per token, by layer, round and stage, in the terminal or in a file."""
 
 import json
 import logging
@@ -114,7 +114,7 @@ def show(cfg: ShowConfig) -> None:
 
 
 def _json_lines(pairs: Sequence[WeightedPair]) -> Iterator[str]:
-    """Yields a JSON line per token; writes non-finite numbers, which JSON lacks, as text."""
+    """Yields a JSON line per token; writes non-finite numbers, which JSON lacks, as strings."""
     for row in (row for pair in pairs for row in pair.rows()):
         plain = {
             name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -124,7 +124,7 @@ def _json_lines(pairs: Sequence[WeightedPair]) -> Iterator[str]:
 
 
 def _write_pairs(pairs: Sequence[WeightedPair], path: Path) -> None:
-    """Writes ``pairs`` to ``path`` atomically, in the suffix's format. Raises UserError if another file is there."""
+    """Writes ``pairs`` atomically, in the format of the extension. Raises UserError if an unrelated file exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content: str | bytes
     if path.suffix == ".html":
@@ -153,7 +153,7 @@ def load_weighed_pairs(cfg: ShowConfig) -> list[WeightedPair]:
     if "data.path" in missing_path_keys(run.model, run.data) and run.prepare is None:
         if typed is None:
             raise UserError(
-                "there is nothing to show: set prompt=TEXT chosen=TEXT rejected=TEXT with model.path=MODEL, or "
+                "nothing to show: set prompt=TEXT chosen=TEXT rejected=TEXT with model.path=MODEL, or "
                 "run=FOLDER, or bad_batch=FILE, or data.path=PAIRS with model.path=MODEL; see --help"
             )
         run = run.with_component("data", typed)
@@ -197,7 +197,7 @@ def load_weighed_pairs(cfg: ShowConfig) -> list[WeightedPair]:
     scores: Mapping[str, PairLogps] = {}
     if cfg.reads_logps:
         if base.spec.reward:
-            raise UserError(f"column={cfg.column}: model.reward=true gives no log-probs; set column=relative")
+            raise UserError(f"column={cfg.column}: model.reward=true has no log-probs; set column=relative")
         examples = {example.pair_id: example for _, _, example, _ in viewed}
         scores = _score_tokens(base, _policy_folder(cfg.policy, cfg.run, cfg.column), list(examples.values()))
     note = type(weighed.source).__name__.lower()
@@ -233,12 +233,12 @@ def _requested_views(
         check_choice("stages", stage, known)
     names = [str(one) for one in rounds]
     if names != [MEAN] and "judge" not in source.requires:
-        raise UserError(f"rounds=[{','.join(names)}]: {name} uses no judge, so it has no rounds: leave out rounds=")
+        raise UserError(f"rounds=[{','.join(names)}]: {name} uses no judge, so it has no rounds: omit rounds=")
     single = source.layer if isinstance(source, Attention) and not source.layers else None
     sources: list[tuple[int | None, WeightSource]] = [(single if isinstance(single, int) else None, source)]
     if layers:
         if not isinstance(source, Attention):
-            raise UserError(f"layers={list(layers)}: {name} does not read a single layer: leave out layers=")
+            raise UserError(f"layers={list(layers)}: {name} does not read a single layer: omit layers=")
         every = list(layers) == [ALL]
         numbers = layers_with_attention(weighed.depth) if every else distinct_layers(layers, weighed.depth, "layers")
         sources = [(number, replace(source, layer=number, layers=())) for number in numbers]
@@ -283,13 +283,13 @@ def _select_pairs(found: PairSet, split: str, rows: str, ids: Sequence[str]) -> 
 
 
 def _find_ids(known: Sequence[str], ids: Sequence[str], where: str) -> list[int]:
-    """Returns the positions of the ids that begin with one of ``ids``. Raises UserError if no id does."""
+    """Returns the indices of the ids that start with one of ``ids``. Raises UserError if there are none."""
     places = [place for place, pair_id in enumerate(known) if pair_id.startswith(tuple(ids))]
     if not places:
         first = ", ".join(pair_id[:8] for pair_id in known[:3])
         raise UserError(
-            f"ids={list(ids)}: none of the {len(known)} pairs of {where} has an id that begins with these; the first "
-            f"ids are {first}"
+            f"ids={list(ids)}: none of the {len(known)} pairs of {where} has an id that starts with any of these; the "
+            f"first ids are {first}"
         )
     return places
 
@@ -298,7 +298,7 @@ def _score_tokens(base: BaseModel, folder: str | None, examples: Sequence[Traini
     """Returns log-probabilities by pair id under the policy in ``folder`` and under the run's base."""
     reference = base.score(ScoredLM(load_base_model(base)), examples)
     if folder is None:
-        log.warning("no policy is named (policy=FOLDER or run=FOLDER), so the reference is shown and log-ratios are 0")
+        log.warning("no policy is set (policy=FOLDER or run=FOLDER), so the reference is shown and log-ratios are 0")
         return {name: PairLogps(one, one) for name, one in reference.items()}
     log.info("policy: %s", folder)
     model = load_model(folder, dtype=base.spec.dtype, attn_implementation=base.spec.attn_implementation)
@@ -418,7 +418,7 @@ def _margins_without_tokens(
     scores: PairLogps,
     left_out: Sequence[tuple[int, int] | None],
 ) -> Float[Tensor, " _"]:
-    """Returns one margin per entry: with that token (side, place) at the reference's value; None changes none."""
+    """Returns one margin per entry: with that token (side, index) set to the reference value; None sets none."""
     copies = len(left_out)
     batch = collate([example] * copies, padded_layout, 0, copies)
     shape = batch.main.response_mask.shape

@@ -1,4 +1,4 @@
-"""Config of ``attnpo.show``, with the keys of ``configs/show.yaml``. Light: read before any model loads."""
+"""Config of ``attnpo.show``, with the keys of ``configs/show.yaml``. Read before any model loads."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,17 +60,17 @@ class ShowConfig(RunConfig):
         for one in self.rounds:
             check_choice("rounds", str(one), ROUNDS)
         if not self.rounds:
-            raise UserError(f"rounds: expected some of {', '.join(ROUNDS)}, got none")
+            raise UserError(f"rounds: expected at least one of {', '.join(ROUNDS)}, got none")
         if self.run is not None and self.bad_batch is not None:
             raise UserError("run= and bad_batch= cannot be combined: set only one of them")
         if self.out not in (None, "-") and not self.out.endswith(ENDINGS):
-            raise UserError(f"out={self.out}: expected a file ending in {', '.join(ENDINGS)}, or - to print JSONL")
+            raise UserError(f"out={self.out}: expected a file with extension {', '.join(ENDINGS)}, or - to print JSONL")
         if self.out is not None and self.out.endswith(".html") and self.column not in WEIGHTS:
             raise UserError(f"out={self.out}: a page shows only weights, not column={self.column}: set column=relative")
 
     @property
     def reads_logps(self) -> bool:
-        """Returns whether models have to score the tokens."""
+        """Returns whether models need to score the tokens."""
         return self.column in LOGPS
 
     def out_file(self) -> Path | None:

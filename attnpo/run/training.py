@@ -1,4 +1,4 @@
-"""Training of one run: sets up policy, reference, batches and Lightning's Trainer, and fits."""
+"""Trains one run: sets up policy, reference, batches and Lightning's Trainer, and fits."""
 
 import gc
 import logging
@@ -210,7 +210,7 @@ def make_reference_recorder(
 
 
 def make_row_makers(objective: PreferenceObjective, chat: ChatFormat, max_length: int) -> dict[str, RowMaker]:
-    """Returns the functions that make the objective's additional row groups for each micro-batch."""
+    """Returns the functions that build the objective's additional row groups for each micro-batch."""
     if "group:anchor" not in objective.requires:
         return {}
     if not isinstance(objective, AnchoredObjective):
@@ -220,7 +220,7 @@ def make_row_makers(objective: PreferenceObjective, chat: ChatFormat, max_length
 
 
 def is_sharded(policy: ScoredLM) -> bool:
-    """Returns whether a policy's weights are sharded over processes."""
+    """Returns whether a policy's weights are sharded across processes."""
     return any(isinstance(parameter, DTensor) for parameter in policy.parameters())
 
 
@@ -270,7 +270,7 @@ def _fit_or_resume(
     """Trains from the beginning, or from the checkpoint ``resume``; returns whether training finished.
 
     Returns False if a single process ran out of memory in its first step; the token budget is then halved, and the
-    caller must start again with a new trainer.
+    caller must restart with a new trainer.
     """
     token_budgets = data.token_budgets
     try:
@@ -280,9 +280,9 @@ def _fit_or_resume(
         if trainer.world_size > 1 or module.sharded or module.updated or not data.halve_budget():
             raise
     log.warning(
-        "out of memory in the first step: batch.tokens=auto becomes %d instead of %d tokens per forward, and training "
-        "starts again",
-        *(data.token_budgets[0], token_budgets[0]),
+        "out of memory in the first step: batch.tokens=auto is reduced from %d to %d tokens per forward, and training "
+        "restarts",
+        *(token_budgets[0], data.token_budgets[0]),
     )
     module.zero_grad(set_to_none=True)
     gc.collect()

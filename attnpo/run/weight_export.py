@@ -1,7 +1,7 @@
-"""Export of a run's token weights as a data set for other trainers: token ids and weights of every pair, in one file.
+"""Exports a run's token weights as a data set for other trainers: token ids and weights of all pairs, in one file.
 
-``FILE.meta.json`` next to it, and the schema metadata of a Parquet file (key "attnpo", JSON), describe how the numbers
-were made. docs/python_api.md explains the columns.
+``FILE.meta.json`` next to it, and the schema metadata of a Parquet file (key "attnpo", JSON), describe how the weights
+were computed. docs/python_api.md explains the columns.
 """
 
 import json
@@ -75,7 +75,7 @@ def export_weights(
             fail.
     """
     if run is not None and overrides:
-        raise UserError("export_weights: expected overrides or run=FOLDER, got both: remove one of the two")
+        raise UserError("export_weights: expected either overrides or run=FOLDER, got both: remove one of them")
     cfg = load("weigh", list(overrides)) if run is None else load_saved_config(Path(run), f"run={run}")
     return write_weights(cfg, Path(path), split)
 
@@ -105,9 +105,9 @@ def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
 
 
 def check_export(source: WeightSource, path: Path) -> None:
-    """Raises UserError, before any model runs, for an unsuitable file, unsuitable weights or several processes."""
+    """Raises UserError, before any model runs, for an unsuitable file, unsuitable weights or a multi-process job."""
     if path.suffix not in (PARQUET, JSONL) or path.is_dir():
-        raise UserError(f"export={path}: expected a file name that ends in {PARQUET} or {JSONL}")
+        raise UserError(f"export={path}: expected a file with extension {PARQUET} or {JSONL}")
     if isinstance(source, OnlineSource):
         raise UserError(
             f"export={path}: {type(source).__name__} computes its weights in every training step, so there are none "
@@ -122,7 +122,7 @@ def check_export(source: WeightSource, path: Path) -> None:
 
 
 def export_rows(inputs: Inputs, split: str) -> Iterator[dict[str, object]]:
-    """Yields the row of every training pair in order. Raises UserError if a pair's two prompts were cut differently."""
+    """Yields a row per training pair in order. Raises UserError if a pair's two prompts were truncated differently."""
     pairs = {pair.pair_id: pair for pair in inputs.pairs[split].pairs}
     source, layers = type(inputs.weighed.source).__name__, inputs.weighed.layers
     layer = layers[0] if len(layers) == 1 and isinstance(layers[0], int) and layers[0] > 0 else None
@@ -155,7 +155,7 @@ def _make_row(pair: PreferencePair, example: TrainingExample) -> dict[str, objec
 def export_metadata(
     inputs: Inputs, split: str, model: ModelSpec, chat: ChatFormat, settings: Mapping[str, object]
 ) -> dict[str, object]:
-    """Returns how the numbers were made (model, tokenizer, ``settings``) and the counts of pairs."""
+    """Returns how the weights were computed (model, tokenizer, ``settings``) and the pair counts."""
     weighed, made = inputs.weighed, inputs.examples[split]
     return {
         "format": FORMAT,

@@ -187,7 +187,7 @@ def test_a_response_of_ten_thousand_tokens(attempts: Attempts, record: Record, o
     line = answer.noted(message)
     assert counted(line) == 1 and first_id(attempts, chosen=text) in line
     if overlong == "cut":
-        assert f"2 of {2 * (TRAIN + VAL)} " in answer.noted("judge prompts were cut")
+        assert f"2 of {2 * (TRAIN + VAL)} " in answer.noted("judge prompts were truncated")
     lost = f"1 of {TRAIN} pairs, counted" if overlong == "drop" else "the response's end, counted"
     record(f"10,000 tokens, overlong: {overlong}", line, lost)
 

@@ -120,7 +120,7 @@ def test_judge_prompts_are_cut_to_the_positions_that_the_judge_has(attempts: Att
     answer = attempts.weigh("judge.max_length=4096", world=both)
     assert answer.status == 0
     told = answer.noted("judge.max_length=4096: prompts are cut to 512 tokens, the judge")
-    answer.noted("2 of 36 judge prompts were cut at judge.max_length")
+    answer.noted("2 of 36 judge prompts were truncated to judge.max_length")
     record("judge.max_length beyond the judge's positions", told, "the prompts' ends, counted")
 
 

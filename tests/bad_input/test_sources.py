@@ -33,7 +33,7 @@ def test_weights_of_an_objective_that_reads_none(attempts: Attempts, record: Rec
     overrides = [f"weights={source}", "objective=dpo", NO_DATA_READ, "prepare=testbed"]
     answer = attempts.fit(*overrides, world=world)
     message = answer.refused()
-    assert message.startswith("objective DPO uses no token weights, so computing those of ") and answer.log == []
+    assert message.startswith("objective DPO uses no token weights, so computing the weights of ") and answer.log == []
     assert "set weights=uniform, or an objective with token weights (objective=twdpo)" in message
     record(f"weights={source} objective=dpo", message, NOT_STARTED)
 
@@ -52,7 +52,7 @@ ASKED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("weights.heads=[3]",): ("weights.heads: expected query heads from 1 to 2 of this judge, got 3 in [3]",),
     ("weights.heads=[0]", NO_DATA_READ): ("weights.heads: expected query heads counted from 1, each once", "got [0]"),
     ("weights.heads=[1,1]", NO_DATA_READ): ("weights.heads: expected query heads counted from 1, each once",),
-    ("judge=other", NO_DATA_READ): ("judge=other uses another model", "set other_judge.path=FOLDER_OR_HUB_NAME"),
+    ("judge=other", NO_DATA_READ): ("judge=other needs a second model", "set other_judge.path=FOLDER_OR_HUB_NAME"),
     ("judge.path=FOREIGN", NO_DATA_READ): (
         "has a different vocabulary from ",
         "so token ids cannot be matched: set align.method=characters (and objective.length_from=train)",

@@ -100,12 +100,12 @@ REWARD = (
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("objective=dpo", r"objective DPO needs more than their margin: set objective=cpo"),
+        ("objective=dpo", r"objective DPO needs more than the reward margin: set objective=cpo"),
         ("objective.sft_coef=1", r"objective CPO needs more than their margin"),
-        ("weights=attention", r"Attention gives token weights: set weights=uniform"),
+        ("weights=attention", r"Attention returns token weights: set weights=uniform"),
         ("trainer.strategy=fsdp", r"trainer\.strategy=fsdp shards it"),
-        ("callbacks.samples=2", r"writes no answers: set callbacks\.samples=0"),
-        ("drift.pairs=4", r"writes no answers: set drift\.pairs=0"),
+        ("callbacks.samples=2", r"cannot generate: set callbacks\.samples=0"),
+        ("drift.pairs=4", r"cannot generate: set drift\.pairs=0"),
         ("model.compile=inductor", r"set model\.compile=null"),
     ],
 )

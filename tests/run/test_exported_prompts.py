@@ -95,7 +95,7 @@ def test_options_of_the_template_are_exported_and_told(
     with caplog.at_level(logging.INFO):
         export(made, tmp_path / "out")
     words = (
-        "template applies the settings of training: "
+        "template applies the training settings: "
         'model.chat_template_kwargs={"enable_thinking": false}, model.fold_system='
     )
     assert words in caplog.text and words in (tmp_path / "out/README.md").read_text()

@@ -209,7 +209,7 @@ def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog
     assert statistics["lengths"]["max"] == longest[-1] == 26
     assert statistics["tokens"]["prompt"] == {"p50": 11, "p90": 11, "p99": 11, "max": 11}
     assert token_percentiles(count_row_tokens([]))["longest"] == {}
-    assert "steps: 4 pairs each = 2 per forward x 2 accumulated x 1 process; 3 in an epoch, 3 in all" in caplog.text
+    assert "steps: 4 pairs each = 2 per forward x 2 accumulated x 1 process; 3 per epoch, 3 in total" in caplog.text
     assert "validation and saving every 20 and at the end" in caplog.text
     assert caplog.text.count("row 0, ") == 3
     shown = re.findall(
@@ -226,7 +226,7 @@ def test_what_ends_a_run_of_both_steps_and_epochs_is_said_before_it(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     tell(world.config("weights=uniform", "trainer.max_steps=2", "trainer.max_epochs=5"))
-    said = "3 in an epoch, 2 in all (trainer.max_steps ends the run; trainer.max_epochs=5 would take 15); validation"
+    said = "3 per epoch, 2 in total (trainer.max_steps ends the run; trainer.max_epochs=5 would take 15); validation"
     assert said in caplog.text
 
 
@@ -244,7 +244,7 @@ def test_a_budget_of_tokens_is_told_and_held_against_the_pairs(
 ) -> None:
     """Any layout takes at least what shared_prefix does, so auto is refused early below that alone."""
     inputs = tell(world.config("batch.pairs=5", *BUDGETS))
-    assert "steps: 5 pairs each, at most 4096 tokens per forward on 1 process; 3 in an epoch, 3 in all" in caplog.text
+    assert "steps: 5 pairs each, at most 4096 tokens per forward on 1 process; 3 per epoch, 3 in total" in caplog.text
     for layout, cost in (("padded", PADDED), ("auto", SHARED_PREFIX)):
         for split, key in (("train", "tokens"), ("val", "eval_tokens")):
             made = inputs.examples[split].examples

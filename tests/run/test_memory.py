@@ -361,7 +361,7 @@ def test_memory_that_runs_out_in_the_first_step_halves_the_budget_and_moves_no_n
         found = run(world.config(*FILL), tmp_path / "half")
     assert whole is not None and found is not None and found.steps == whole.steps == 2
     (said,) = [line for line in caplog.messages if "out of memory" in line]
-    assert "batch.tokens=auto becomes 64 instead of 128 tokens per forward, and training starts again" in said
+    assert "batch.tokens=auto is reduced from 128 to 64 tokens per forward, and training restarts" in said
     assert torch.equal(starved.random[0], starved.random[2]) and starved.left[:3] == [False, True, False]
     for key, value in final(tmp_path / "whole").items():
         torch.testing.assert_close(final(tmp_path / "half")[key], value, rtol=1e-9, atol=1e-12)

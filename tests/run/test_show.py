@@ -302,11 +302,11 @@ WRONG = [
     (("colum=weight",), "did you mean column"),
     (("column=wieght",), "column must be one of relative, weight"),
     (("rounds=[3]",), "rounds must be one of mean, 1, 2"),
-    (("out=x.xls",), "out=x.xls: expected a file ending in .jsonl"),
+    (("out=x.xls",), "out=x.xls: expected a file with extension .jsonl"),
     (("out=x.html", "column=logp"), "a page shows only weights"),
     (("run=a", "bad_batch=b"), "set only one of them"),
     (("experiment=layer_sweep",), "shows pairs of a single run"),
-    (("run=/no/such/run",), "this is not the folder of a run"),
+    (("run=/no/such/run",), "this is not a run folder"),
 ]
 
 
@@ -324,7 +324,10 @@ def test_what_this_pair_has_not(world: World, finished: Path, capsys: pytest.Cap
         ("weights=wpo", *TYPED): "computed in every training step",
         ("transform=[position_profile]", *TYPED): "fitted transforms need training pairs",
         ("objective=tdpo1", "column=contribution", *TYPED): "objective TDPO1 also reads",
-        (f"data.path={world.data}", "ids=[zz]"): "none of the 12 pairs of split=train has an id that begins with these",
+        (
+            f"data.path={world.data}",
+            "ids=[zz]",
+        ): "none of the 12 pairs of split=train has an id that starts with any of these",
     }
     for argv, story in cases.items():
         assert story in refused(capsys, *words(world), *argv), story

@@ -69,7 +69,7 @@ def test_a_run_exports_as_json_lines_what_its_command_exports(world: World, tmp_
     assert (meta["kind"], meta["split"], meta["pairs"]) == ("factor", "val", len(rows))
     with pytest.raises(UserError, match=r"got both"):
         attnpo.export_weights(tmp_path / "a.jsonl", ["seed=1"], run=tmp_path / "run")
-    with pytest.raises(UserError, match=r"run=.*nowhere: this is not the folder of a run"):
+    with pytest.raises(UserError, match=r"run=.*nowhere: this is not a run folder"):
         attnpo.export_weights(tmp_path / "a.jsonl", run=tmp_path / "nowhere")
 
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_runs(
             attnpo.export_weights(tmp_path / name, world.overrides("experiment=none", *more), split=split)
         return str(told.value)
 
-    assert "expected a file name that ends in .parquet or .jsonl" in refused("weights.csv")
+    assert "expected a file with extension .parquet or .jsonl" in refused("weights.csv")
     assert "split must be one of train, val, got 'test'" in refused("a.jsonl", split="test")
     told = refused("a.jsonl", "weights=gradient", "objective=tidpo")
     assert "Gradient computes its weights in every training step" in told

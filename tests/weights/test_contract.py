@@ -200,12 +200,12 @@ def test_only_objectives_that_read_weights_take_them(option: str) -> None:
         require_weights_are_read(source, OTPO())
     else:
         with pytest.raises(
-            UserError, match=rf"OTPO needs weights that are factors, but {type(source).__name__} gives a distr"
+            UserError, match=rf"OTPO needs weights that are factors, but {type(source).__name__} returns a distr"
         ):
             require_weights_are_read(source, OTPO())
     if not is_neutral(source):
         with pytest.raises(
-            UserError, match=f"DPO uses no token weights, so computing those of {type(source).__name__}"
+            UserError, match=f"DPO uses no token weights, so computing the weights of {type(source).__name__}"
         ):
             require_weights_are_read(source, DPO())
 

@@ -138,7 +138,7 @@ def test_what_a_run_keeps_is_read_back(tmp_path: Path, caplog: pytest.LogCapture
     assert [answer.prompt[:8] for answer in kept.answers] == ["prompt 0", "prompt 2", "prompt 4", "prompt 6"]
     assert kept.answers[0].base == "answer of the base"
     (tmp_path / FILE).write_text('{"pairs": [{}], "answers": []}')
-    assert load_page_examples(tmp_path) is None and "so the page leaves it out" in caplog.text
+    assert load_page_examples(tmp_path) is None and "so the page omits it" in caplog.text
     assert load_page_examples(tmp_path / "none") is None
 
 
