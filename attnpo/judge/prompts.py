@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attnpo.judge.base import JudgePrompt
-from attnpo.judge.settings import Assembly, JudgeRules, SpanMode, TraceRules
+from attnpo.judge.settings import Assembly, JudgeRules, SpanMode, TraceRules, Turns
 from attnpo.schema import SIDES, Message, PreferencePair, UserError, digest
 from attnpo.text.chat import SENTINEL, ChatFormat, check_surrogates, locate_answer_in_rendered_turn, split_frame
 from attnpo.text.ranges import Range, as_array, as_ranges, extend_over_gaps
@@ -274,6 +274,15 @@ def question_text(prompt: Sequence[Message]) -> str:
     return "\n\n".join(f"{turn['role']}: {_turn_text(turn)}" for turn in prompt)
 
 
+def last_user_turn(prompt: Sequence[Message]) -> Sequence[Message]:
+    """Returns the conversation's last user turn as a conversation of its own. Raises UserError if there is none."""
+    users = [turn for turn in prompt if turn["role"] == "user"]
+    if not users:
+        roles = ", ".join(dict.fromkeys(turn["role"] for turn in prompt))
+        raise UserError(f"judge.turns=last needs a user turn, but the prompt has only {roles}: set judge.turns=all")
+    return users[-1:]
+
+
 def _turn_text(turn: Message) -> str:
     """Returns a turn's content and its tool calls as text."""
     return "\n".join(text for text in (turn["content"], turn.get("tool_calls")) if text)
@@ -346,7 +355,8 @@ class JudgePromptBuilder:
             "strip": rules.strip,
             "chat": rules.chat,
             "tokenizer": self.chat.fingerprint(),
-            # Older stored prompts have no prefill and no trace.
+            # Older stored prompts have no turns, no prefill and no trace.
+            **({} if rules.turns is Turns.ALL else {"turns": rules.turns.value}),
             **({} if rules.prefill is None else {"prefill": rules.prefill}),
             **({} if rules.trace is None else {"trace": rules.trace.fingerprint()}),
             # Training ids, if their chat format differs from the judge's.
@@ -383,8 +393,10 @@ class JudgePromptBuilder:
         whitespace at the end of a trimmed message). Raises UserError naming the pair if its text cannot be encoded or
         does not fit.
         """
-        question, cut = question_text(pair.prompt), False
+        cut = False
         try:
+            prompt = last_user_turn(pair.prompt) if self.rules.turns is Turns.LAST else pair.prompt
+            question = question_text(prompt)
             check_surrogates(question, "the prompt")
             shown = {side: self._prepare_answer(pair, side) for side in SIDES}
             rounds = self._tokenize_rounds(question, shown)

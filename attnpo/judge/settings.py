@@ -73,18 +73,25 @@ class SpanMode(Enum):
     REFERENCE = "reference"
 
 
+class Turns(Enum):
+    """ALL shows the judge the whole conversation before the responses; LAST only its last user turn (official code)."""
+
+    ALL = "all"
+    LAST = "last"
+
+
 @dataclass(frozen=True)
 class JudgeRules:
     """Settings of the judge's prompts.
 
-    template_file: text file with the wording. assembly, span: see the enums. span_closing, span_drop: a reference span
-    ends ``span_drop`` tokens before the first token of ``span_closing``, which follows both answers in the wording
-    (None: before the first visible character after the answer). max_length: prompts of this many tokens or more are
-    cut. max_response_length: tokens that a response keeps in a prompt that is cut. labels: the letters of the first and
-    the second answer. strip: strip whitespace from both ends of the responses (official code; under IDS the training
-    ids decide). chat: the text is one user message of the chat template; otherwise it is the whole prompt. prefill: the
-    beginning of the judge's reply up to the letter, appended at the end (None: nothing). trace: how the judge reasons
-    before it replies (None: not at all); prompt, trace and prefill together stay within max_length.
+    template_file: text file with the wording. assembly, span, turns: see the enums. span_closing, span_drop: a
+    reference span ends ``span_drop`` tokens before the first token of ``span_closing``, which follows both answers in
+    the wording (None: before the first visible character after the answer). max_length: prompts of this many tokens or
+    more are cut. max_response_length: tokens that a response keeps in a prompt that is cut. labels: the letters of the
+    first and the second answer. strip: strip whitespace from both ends of the responses (official code; under IDS the
+    training ids decide). chat: the text is one user message of the chat template; otherwise it is the whole prompt.
+    prefill: the beginning of the judge's reply up to the letter, appended at the end (None: nothing). trace: how the
+    judge reasons before it replies (None: not at all); prompt, trace and prefill together stay within max_length.
     """
 
     template_file: str
@@ -97,6 +104,7 @@ class JudgeRules:
     labels: tuple[str, str] = ("A", "B")
     strip: bool = True
     chat: bool = True
+    turns: Turns = Turns.ALL
     prefill: str | None = None
     trace: TraceRules | None = None
 

@@ -19,7 +19,7 @@ from attnpo.judge.prompts import (
     last_tokens_start,
     question_text,
 )
-from attnpo.judge.settings import Assembly, JudgeRules, SpanMode, TraceRules
+from attnpo.judge.settings import Assembly, JudgeRules, SpanMode, TraceRules, Turns
 from attnpo.schema import SIDES, Message, PreferencePair, UserError
 from tests.text.formats import FORMATS, PLAIN, Formats
 from tests.text.test_chat import AWKWARD
@@ -145,6 +145,22 @@ def test_questions_of_several_turns() -> None:
     turns = [Message(role=role, content=text) for role, text in said]
     assert question_text(turns[1:2]) == "Hi" and question_text(turns[:1]) == "system: Be brief."
     assert question_text(turns) == "system: Be brief.\n\nuser: Hi\n\nassistant: Hello\n\nuser: Why?"
+
+
+def test_the_last_user_turn_alone_is_shown_if_asked_for(formats: Formats, small: Path) -> None:
+    said = (("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Why?"))
+    turns = [Message(role=role, content=text) for role, text in said]
+    several, single = (PreferencePair.from_texts(prompt, "Because.", "No idea.") for prompt in (turns, turns[-1:]))
+    whole = JudgeRules(str(small))
+    last = replace(whole, turns=Turns.LAST)
+    whole_builder, last_builder = (JudgePromptBuilder(rules, formats("golden")) for rules in (whole, last))
+    of_last = [prompt.input_ids for prompt in last_builder.build(several)]
+    assert of_last == [prompt.input_ids for prompt in whole_builder.build(single)]
+    assert of_last != [prompt.input_ids for prompt in whole_builder.build(several)]
+    assert last_builder.fingerprint() == {**whole_builder.fingerprint(), "turns": "last"}
+    without = PreferencePair.from_texts(turns[:1], "Because.", "No idea.")
+    with pytest.raises(UserError, match=r"judge\.turns=last needs a user turn, but the prompt has only system"):
+        last_builder.build(without)
 
 
 # ---------------------------------------------------------------------------------------------- assemblies
@@ -432,6 +448,7 @@ def test_every_rule_changes_the_fingerprint(formats: Formats, rules: JudgeRules,
         "labels": ("1", "2"),
         "strip": False,
         "chat": False,
+        "turns": Turns.LAST,
         "prefill": "The better letter:",
         "trace": TraceRules(16),
     }
