@@ -18,13 +18,13 @@ from attnpo.text.chat import ChatFormat, EncodedAnswers
 from attnpo.weights.base import TextSource, WeightSource, required_coverage
 from attnpo.weights.capture import UnreadablePair
 from attnpo.weights.pipeline import (
-    PairToWeigh,
+    PairInputs,
     SourceWeights,
     TrainingWeights,
     check_transforms,
     fit_transforms_in_order,
     iterate_source_weights,
-    weigh_pairs,
+    iterate_training_weights,
 )
 from attnpo.weights.transforms import WeightTransform
 
@@ -292,12 +292,12 @@ def fit_transforms(
     return fit_transforms_in_order(transforms, finished)
 
 
-def _iter_pairs_to_weigh(encoded: EncodedSet, captured: Mapping[str, PairWeights]) -> Iterator[PairToWeigh]:
+def _iter_pairs_to_weigh(encoded: EncodedSet, captured: Mapping[str, PairWeights]) -> Iterator[PairInputs]:
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
-        yield PairToWeigh(captured.get(pair.pair_id), sides, pair)
+        yield PairInputs(captured.get(pair.pair_id), sides, pair)
 
 
-def _is_readable(asked: PairToWeigh) -> bool:
+def _is_readable(asked: PairInputs) -> bool:
     return asked.captured is None or bool(asked.captured.rounds)
 
 
@@ -336,7 +336,7 @@ def prepare_examples(
     unreadable = next((words for need, words in REFUSED.items() if need in source.requires), UNASKED)
     weigher = source if isinstance(source, TextSource) else None
     told, again = tee(_iter_pairs_to_weigh(encoded, captured))
-    weighed = weigh_pairs(source, filter(_is_readable, again), align.method, transforms, layers=layers)
+    weighed = iterate_training_weights(source, filter(_is_readable, again), align.method, transforms, layers=layers)
     for place, asked in enumerate(told):
         pair, raw = asked.pair, asked.captured
         assert pair is not None  # ``_iter_pairs_to_weigh`` always sets it

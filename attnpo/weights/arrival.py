@@ -1,8 +1,8 @@
-"""Coverage and kept mass: how much of a source's weights reaches the training tokens.
+"""Coverage and kept mass: how much of a source's weight reaches the training tokens.
 
 Kept mass is the share of a response's absolute weights (on the source's own tokens, after transforms) that reaches
-training tokens with characters. The rest is lost: it falls on source tokens that the training tokenizer cuts
-differently, or that the length rules of training cut off. Text that the source never read has no weight to lose.
+training tokens with characters. The rest is lost, because the training tokenizer splits the text differently or because
+training truncates it. Text that the source never read has no weight to lose.
 """
 
 import math
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 KEPT, SIDES_APART, SOURCE = 0.9, 0.1, 0.95
-"""Limits for a warning: minimum kept mass of a side, maximum difference between sides, minimum source coverage."""
+"""Thresholds for a warning: minimum kept mass of a side, maximum gap between the sides, minimum source coverage."""
 
 KEPT_MASS = ("kept_mass_chosen", "kept_mass_rejected")
 COLUMNS = {"source_coverage": "source coverage", **dict(zip(KEPT_MASS, ("kept chosen", "kept rejected"), strict=True))}
@@ -22,10 +22,10 @@ COLUMNS = {"source_coverage": "source coverage", **dict(zip(KEPT_MASS, ("kept ch
 
 
 def coverage_and_kept_mass(weights: Float[Tensor, " n"], arrived: Float[Tensor, " n"]) -> tuple[float, float]:
-    """Returns source coverage and kept mass of one response; ``arrived``: kept share of each token's weight.
+    """Returns the source coverage and kept mass of a response. ``arrived``: share of each token's weight that is kept.
 
-    Source coverage is the share of source tokens that keep any weight. Both are 1 if there is nothing to lose:
-    no tokens, or weights that are all 0.
+    Source coverage is the share of source tokens that keep any weight. Both are 1 if there is nothing to lose (no
+    tokens, or only zero weights).
     """
     tokens = int(arrived.count_nonzero()) / arrived.numel() if arrived.numel() else 1.0
     return tokens, kept_share(weights.abs(), arrived)
@@ -44,11 +44,11 @@ class PairCoverage(Protocol):
 
     @property
     def coverage(self) -> tuple[float, float]:
-        """Returns the share of each side's training tokens that have a partner among the source's tokens."""
+        """Returns the share of each side's training tokens that are aligned with one of the source's tokens."""
 
     @property
     def source_coverage(self) -> tuple[float, float]:
-        """Returns the share of each side's source tokens that have a partner among the training tokens."""
+        """Returns the share of each side's source tokens that are aligned with a training token."""
 
     @property
     def kept_mass(self) -> tuple[float, float]:
@@ -66,7 +66,7 @@ class WeightCoverage:
 
     @classmethod
     def mean_over(cls, pairs: Sequence[PairCoverage]) -> "WeightCoverage":
-        """Averages the coverage of ``pairs`` and rounds it as in a run's result."""
+        """Averages the coverage of ``pairs``, rounded as in a run's result."""
         count = len(pairs)
         if not count:
             return cls(*[math.nan] * 4)
@@ -85,6 +85,6 @@ class WeightCoverage:
 
     @property
     def is_low(self) -> bool:
-        """Tells whether enough weight is lost to warn about it."""
+        """Tells whether enough weight is lost to justify a warning."""
         kept = self.kept_mass_chosen, self.kept_mass_rejected
         return min(kept) < KEPT or abs(kept[0] - kept[1]) > SIDES_APART or self.source_coverage < SOURCE

@@ -1,4 +1,4 @@
-"""Base classes of weight sources. Layers are counted from 1 as in the paper (32 = last of 32)."""
+"""Base classes of weight sources. Layers are counted from 1 as in the paper (32 is the last of 32)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -24,17 +24,17 @@ from attnpo.schema import (
 from attnpo.weights.postprocess import Postprocess
 
 PairedWeights = tuple[Float[Tensor, "rows R"], Float[Tensor, " pairs"]]
-"""Token weights of a batch's rows, and one factor per pair, which multiplies that pair's loss."""
+"""Token weights of a batch's rows, and one factor per pair that multiplies the pair's loss."""
 
 SomeSource = TypeVar("SomeSource", bound="WeightSource")
 
 
 @dataclass(frozen=True)
 class ScorerModel:
-    """Causal LM that scores training tokens; ``path`` None is the run's own model before training.
+    """Causal LM that scores training tokens; if ``path`` is None, the run's own model before training.
 
     ``instruction`` is added to the last user turn, after a blank line, when this scorer reads a pair. The chat format
-    is always that of the run.
+    is always the run's.
     """
 
     path: str | None = None
@@ -49,7 +49,7 @@ class ScorerModel:
             )
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists keys without effect: ``revision``, if ``path`` is None."""
+        """Lists keys that have no effect: ``revision``, if ``path`` is None."""
         return {"revision": "the scorer is the model itself (path=null)"} if self.path is None else {}
 
     def fingerprint(self) -> dict[str, object]:
@@ -58,13 +58,13 @@ class ScorerModel:
 
 
 class WeightSource(ABC):
-    """Base class of all sources of token weights. A custom source is a frozen dataclass derived from a subclass below.
+    """Base class of all sources of token weights. A custom source is a frozen dataclass that subclasses one below.
 
     ``kind``: whether a row contains a distribution over the response, or factors that are used unchanged. ``signed``:
     whether weights may be negative. ``tokens``: "source" for rows on the source's own tokens, which are then aligned;
     "train" for rows on the training ids. ``requires``: which of "judge", "generator", "scorers" and "reward" must be
     loaded; empty if none. ``columns``: data columns that the source reads from ``PreferencePair.extra``.
-    ``postprocess``: rules that turn the rounds into one distribution; None takes the plain mean of the rounds.
+    ``postprocess``: rules that turn the rounds into one distribution; None uses the plain mean of the rounds.
     ``partial``: the source may leave tokens without a weight. A raw 0 then means "no weight", and a pair is dropped if
     a response has weights for less than ``min_coverage`` of its tokens, unless the run sets another minimum.
     """
@@ -83,7 +83,7 @@ class WeightSource(ABC):
         return self
 
     def layers_to_store(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the layers to store, 1-based and ascending; (0,) is a single row without a layer, () is nothing."""
+        """Returns the layers to store, 1-based and ascending; (0,) means one row without a layer, () no rows."""
         return ()
 
     def rows_to_store(self, num_layers: int, num_heads: Callable[[], int]) -> tuple[StoredRow, ...]:
@@ -91,11 +91,11 @@ class WeightSource(ABC):
         return self.layers_to_store(num_layers)
 
     def rows_to_read(self) -> tuple[StoredRow, ...]:
-        """Returns the stored rows that ``select`` reads, none without layers; the source must be resolved."""
+        """Returns the stored rows that ``select`` reads; empty if there are no layers. The source must be resolved."""
         return ()
 
     def capture_fingerprint(self) -> Mapping[str, object]:
-        """Returns every setting that changes a stored number. Layer, heads and post-processing are not among them."""
+        """Returns all settings that affect the stored values; layer, heads and post-processing are not among them."""
         return {"source": type(self).__name__.lower()}
 
     @abstractmethod
@@ -110,7 +110,7 @@ class WeightSource(ABC):
 
 
 class CapturedSource(WeightSource):
-    """Source whose weights come from a model: they are captured once, stored raw, and selected on every use.
+    """Source whose weights come from a model: they are captured once and stored raw; each use selects from them.
 
     By default there is one row without a layer, stored as layer 0.
     """
@@ -118,7 +118,7 @@ class CapturedSource(WeightSource):
     tokens: ClassVar[str] = "source"
 
     def layers_to_store(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the layers to store, 1-based and ascending; (0,) is a single row without a layer."""
+        """Returns the layers to store, 1-based and ascending; (0,) means one row without a layer."""
         return (0,)
 
     def rows_to_read(self) -> tuple[StoredRow, ...]:
@@ -147,10 +147,10 @@ class ScoredSource(CapturedSource):
 
 
 class TextSource(WeightSource):
-    """Source whose weights every run computes itself, on the training tokens, without a model or the store.
+    """Source whose weights each run computes on the training tokens, without a model or the store.
 
     ``name``: the value of ``weights`` in the config that selects this source. ``neutral``: whether all its weights are
-    equal, so that an objective without token weights loses nothing.
+    equal, so an objective that ignores token weights loses nothing.
     """
 
     name: ClassVar[str] = "of one's own"
@@ -166,19 +166,19 @@ class TextSource(WeightSource):
     ) -> list[PairWeights]:
         """Raises UserError: these weights are never stored."""
         name = type(self).__name__
-        raise UserError(f"every run computes the weights of {name} itself, so none are stored; run attnpo.fit directly")
+        raise UserError(f"the weights of {name} are computed in each run and never stored; run attnpo.fit directly")
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
-        """Returns a weight for every training token of ``pair``'s response on ``side``.
+        """Returns a weight for each training token of ``pair``'s response on ``side``.
 
         If the weights of one response depend on the other response, the source overrides ``weigh_pair`` instead.
         """
-        raise UserError(f"{type(self).__name__} has neither weigh nor weigh_pair: implement one of them")
+        raise UserError(f"{type(self).__name__} implements neither weigh nor weigh_pair; implement one of them")
 
     def weigh_pair(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse]
     ) -> dict[str, Float[Tensor, " _"]]:
-        """Returns a weight for every training token of each response, by side."""
+        """Returns a weight for each training token of both responses, by side."""
         return {side: self.weigh(pair, side, encoded[side]) for side in SIDES}
 
     def pair_weight(self, pair: PreferencePair) -> float:
@@ -186,7 +186,7 @@ class TextSource(WeightSource):
         return 1.0
 
 
-Uncaptured = TextSource  # the name of before 0.2.0
+Uncaptured = TextSource  # its name before 0.2.0
 
 
 class OnlineSource(TextSource):
@@ -233,7 +233,7 @@ def is_neutral(source: WeightSource) -> bool:
 
 
 def required_coverage(source: WeightSource, asked: float | None = None) -> float:
-    """Returns the coverage that a pair must reach: ``asked`` if given, else the source's minimum (0 if not partial)."""
+    """Returns the minimum coverage of a pair: ``asked`` if given, else the source's minimum (0 if not partial)."""
     if asked is not None:
         return asked
     return source.min_coverage if source.partial else 0.0

@@ -1,8 +1,8 @@
 """Batched version of ``postprocess`` and ``text.alignment``: the weights of many responses at once, on flat arrays.
 
 The rows of a chunk are concatenated in flat arrays. Only operations that do not depend on the order of addition run on
-these arrays, and torch sums each row separately. Every number is therefore bit for bit the same as for a response that
-is processed alone. Responses that need more (rounds on different tokens, tokens without an equal partner, invalid
+these arrays, and torch sums each row separately. The results are therefore bit-identical to processing each response on
+its own. Responses that need more work (rounds on different tokens, tokens without an identical counterpart, invalid
 weights) are returned as None; the caller handles them one by one.
 """
 
@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 
 
 class _FlatRows:
-    """Layout of rows of ``counts`` items in a flat array."""
+    """Layout of rows in a flat array; ``counts``: number of items in each row."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.sizes = list(counts)
@@ -38,7 +38,7 @@ class _FlatRows:
         self.place = np.arange(len(self.owner)) - self.starts[self.owner]
 
     def row_sums(self, values: Floats) -> Floats:
-        """Returns the sum of each row, added in torch's order."""
+        """Returns the sum of each row, computed in torch's order of addition."""
         parts = torch.from_numpy(values).split_with_sizes(self.sizes)
         return np.array([float(part.sum()) for part in parts], dtype=np.float64)
 
@@ -58,7 +58,7 @@ class _FlatRows:
 def postprocess_responses(
     rule: Postprocess, responses: Sequence[Sequence[TokenWeights]]
 ) -> list[tuple[Float[Tensor, " _"], bool] | None]:
-    """Applies ``rule`` to each response's rounds; returns the weights, and whether raw weights were all 0.
+    """Applies ``rule`` to each response's rounds; returns the weights, and whether the raw weights were all 0.
 
     Only responses with one or two rounds on the same tokens are handled; the others are None.
     """
@@ -79,7 +79,7 @@ def _is_plain(parts: Sequence[TokenWeights]) -> bool:
 def _postprocess_rounds(
     rule: Postprocess, rounds: Sequence[Sequence[TokenWeights]]
 ) -> list[tuple[Float[Tensor, " _"], bool] | None]:
-    """Applies ``rule`` to rounds of equal lengths; ``rounds`` has all rows of the first round, then all of the next."""
+    """Applies ``rule`` to rounds of equal length; ``rounds``: the rows of the first round, then those of the next."""
     rows = _FlatRows([part.token_ids.numel() for part in rounds[0]])
     raw = [torch.cat([part.weights for part in parts], dim=1)[0].double().numpy() for parts in rounds]
     ids = [torch.cat([part.token_ids for part in parts]).numpy() for parts in rounds]
@@ -144,7 +144,7 @@ class AlignedResponse(NamedTuple):
 
     @property
     def coverage(self) -> float:
-        """Returns the share of tokens with characters that have a partner; 1 without such tokens."""
+        """Returns the share of tokens with characters that have a counterpart; 1 if there are no such tokens."""
         return self.partnered / self.content if self.content else 1.0
 
 
@@ -154,11 +154,10 @@ def align_responses(
     method: AlignMethod,
     end_is_mean: bool,
 ) -> list[AlignedResponse | None]:
-    """Aligns weights with the training tokens, if both sides have equal tokens up to the end of the shorter one.
+    """Aligns weights with the training tokens if both tokenizations agree up to the end of the shorter one.
 
-    ``responses`` contains for each response its source tokens, their weights, and a mask of the tokens that have a
-    weight (None for all). Training tokens without characters get 1/n if ``end_is_mean`` (n is the number of source
-    tokens), else 0.
+    Each item of ``responses`` has the source tokens, their weights, and a mask of the tokens that have a weight (None
+    for all). Training tokens without characters get 1/n if ``end_is_mean`` (n is the number of source tokens), else 0.
     """
     fits = [
         row.token_ids.numel() == len(row.offsets) == len(weights) and len(onto.response_ids) == len(onto.offsets)

@@ -1,8 +1,8 @@
-"""Captured weights and reference log-probabilities in the store: keys, columns, and the computation of missing ones.
+"""Captured weights and reference log-probabilities in the store: keys, columns, and computation of missing entries.
 
-Every setting that changes a stored number is part of the key. Layer, heads, sink and order of normalisation are not
-part of it, so one judge pass serves every study of them. The key does tell whether rows are means over heads or single
-heads: the rows of single heads have a separate table, because there are so many.
+The key includes all settings that affect the stored values. Layer, heads, sink and order of normalisation are not among
+them, so all studies of these settings share one judge pass. The key does record whether rows are means over heads or
+single heads: single heads have a separate table, because there are so many of them.
 """
 
 import time
@@ -41,7 +41,7 @@ REFUSED = "refused"
 REFERENCE_VERSION = "1"
 AT_ONCE = 4096  # pairs read from the store at once: all of a small set
 CHUNK_ROWS = 32768
-"""Maximum number of rows in a chunk of pairs: with a thousand heads, more rows could fill the memory."""
+"""Maximum number of rows in a chunk of pairs: with a thousand heads, larger chunks could exhaust memory."""
 UNPACKED = 256
 """Number of pairs whose columns are converted to tensors at a time."""
 
@@ -52,7 +52,7 @@ UNPACKED = 256
 def weights_key(
     source: WeightSource, judge: Mapping[str, object] | None, prompts: Mapping[str, object] | None
 ) -> dict[str, object]:
-    """Returns the store key of captured weights, from the fingerprints of ``judge`` and ``prompts``.
+    """Returns the store key of captured weights, built from the fingerprints of ``judge`` and ``prompts``.
 
     The judge's fingerprint covers weights, dtype and attention kernel family; it is computed without loading the model.
     The fingerprint of the prompts covers tokenizer, chat template, judge template, assembly and length rules. The text
@@ -69,9 +69,10 @@ def reference_key(
     *,
     keep: str = "start",
 ) -> dict[str, object]:
-    """Returns the store key of reference log-probabilities, from model, chat format, and truncation.
+    """Returns the store key of reference log-probabilities, built from model, chat format and truncation.
 
-    ``model`` (weights, dtype, kernel family) and ``chat`` are fingerprints; ``keep`` is the end that truncation keeps.
+    ``model`` (weights, dtype, kernel family) and ``chat`` are fingerprints; ``keep`` names the end that truncation
+    keeps.
     """
     return {
         "model": model,
@@ -88,9 +89,9 @@ def reference_key(
 
 @dataclass(frozen=True)
 class UnreadablePair(PairWeights):
-    """Pair that cannot be shown to the judge; it has a reason instead of rounds.
+    """Pair that cannot be shown to the judge; has a reason instead of rounds.
 
-    ``reason`` has the same wording for all such pairs; ``story`` describes this pair.
+    ``reason``: generic wording shared by all pairs with the same problem. ``story``: details of this pair.
     """
 
     reason: str
@@ -138,9 +139,10 @@ def store_captured(
 
 
 def load_captured(table: StoreTable, pair_ids: Sequence[str], layers: Sequence[StoredRow]) -> dict[str, PairWeights]:
-    """Returns the stored pairs with the rows of ``layers``, in that order, and with verdicts where these were read.
+    """Returns the stored pairs with the rows of ``layers``, in that order, with verdicts if available.
 
-    Pairs that could not be shown to the judge are ``UnreadablePair``. UserError if a pair or a layer is missing.
+    Pairs that could not be shown to the judge are returned as ``UnreadablePair``. UserError if a pair or a layer is
+    missing.
     """
     stored = table.read(pair_ids, [TOKENS, *(layer_column(layer) for layer in layers)], OPTIONAL_COLUMNS)
     captured: dict[str, PairWeights] = {}
@@ -192,17 +194,17 @@ def unreadable_pairs(table: StoreTable, pair_ids: Sequence[str]) -> dict[str, Un
 
 
 def estimate_bytes(tokens: int, rows: int) -> int:
-    """Returns an upper bound on the disk space, in bytes, of ``tokens`` source tokens (summed over rounds and sides).
+    """Returns an upper bound in bytes on the disk space for ``tokens`` source tokens (summed over rounds and sides).
 
-    Each token takes 4 bytes per row (a layer, or one head of a layer) and 12 bytes for id and character range, before
-    compression.
+    Each token takes 4 bytes per row (a layer, or one head of a layer) and 12 bytes for its id and character range,
+    before compression.
     """
     return tokens * (4 * rows + 12)
 
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """Report of ``ensure_captured``: pairs found, pairs computed, seconds, and the reason if no pair was found.
+    """Report of ``ensure_captured``: pairs found in the store, pairs computed, seconds, and why none was found.
 
     ``difference``: the first part of the key in which the most similar stored table differs; None if some pairs were
     found.
@@ -230,10 +232,10 @@ def ensure_captured(
     """Returns captured weights by pair id, computing those that are not in the store.
 
     Missing pairs are captured ``chunk_pairs`` at a time (fewer if they have very many rows) and stored chunk by chunk,
-    so an interrupted run continues where it stopped. Pairs that cannot be shown to the judge are stored as
-    ``UnreadablePair``. ``load`` returns the loaded model and is called only if something is missing. ``load_layers``
-    are the rows to return, by default all of ``layers``. With ``verdicts``, pairs stored without verdicts count as
-    missing. ``progress`` is called with (pairs done, total pairs) after each chunk.
+    so an interrupted run resumes where it stopped. Pairs that cannot be shown to the judge are stored as
+    ``UnreadablePair``. ``load`` returns the loaded model and is called only if something is missing. ``load_layers``:
+    the rows to return, by default all of ``layers``. With ``verdicts``, pairs stored without verdicts count as missing.
+    ``progress`` is called with (pairs done, total pairs) after each chunk.
     """
     begin = time.perf_counter()
     table = store.table(WEIGHTS, key)
@@ -284,7 +286,7 @@ def _capture_missing(
 def _group_by_missing_layers(
     table: StoreTable, pair_ids: Sequence[str], layers: tuple[StoredRow, ...]
 ) -> list[tuple[list[str], tuple[StoredRow, ...]]]:
-    """Groups the pair ids by the layers that they lack, so that no stored layer is computed again."""
+    """Groups the pair ids by missing layers, so that no stored layer is recomputed."""
     present = table.columns_present(pair_ids)
     groups: dict[tuple[StoredRow, ...], list[str]] = {}
     for pair_id in pair_ids:
@@ -307,7 +309,7 @@ def store_logps(table: StoreTable, logps: Mapping[str, LogpPair]) -> None:
 def load_logps(
     table: StoreTable, pair_ids: Sequence[str], lengths: Mapping[str, tuple[int, int]] | None = None
 ) -> dict[str, LogpPair]:
-    """Returns the stored log-probabilities (chosen, rejected) of each pair id.
+    """Returns the stored log-probabilities (chosen, rejected) by pair id.
 
     UserError if a pair is missing, or if a row does not have the length given by ``lengths`` (number of response tokens
     of each side).
@@ -318,7 +320,7 @@ def load_logps(
         if lengths is not None and (chosen.numel(), rejected.numel()) != tuple(lengths[pair_id]):
             raise UserError(
                 f"store {table.folder}: pair {pair_id} has log-probabilities for {chosen.numel()} and "
-                f"{rejected.numel()} tokens, expected {lengths[pair_id]}; delete this folder and compute them again"
+                f"{rejected.numel()} tokens, expected {lengths[pair_id]}; delete this folder and recompute them"
             )
         logps[pair_id] = (chosen, rejected)
     return logps
@@ -330,7 +332,7 @@ TRACES = "traces"
 OPTIONAL_COLUMNS = (VERDICTS, TRACES)
 """Columns that only some pairs have."""
 ROUNDS = (f"{TOKENS}.chosen_is_a", f"{TOKENS}.cut")
-"""Fields of every round besides its tokens."""
+"""Fields of each round other than its tokens."""
 _NO_TOKENS = TokenWeights(torch.zeros(0, dtype=torch.long), torch.zeros(0, 2, dtype=torch.long), torch.zeros(1, 0))
 
 
@@ -346,7 +348,7 @@ def pack_tokens(pair: PairWeights, parts: Sequence[TokenWeights]) -> dict[str, C
 
 
 def pack_verdicts(pair: PairWeights) -> dict[str, Cell] | None:
-    """Packs the verdicts of a pair's rounds into columns; returns None if any of them was not read."""
+    """Packs the verdicts of a pair's rounds into columns; returns None if any verdict is missing."""
     logits = [item.verdict_logits for item in pair.rounds if item.verdict_logits is not None]
     if len(logits) < len(pair.rounds):
         return None
@@ -369,7 +371,7 @@ def pack_traces(pair: PairWeights) -> dict[str, Cell] | None:
 def unpack_pairs(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[StoredRow]) -> dict[str, PairWeights]:
     """Rebuilds pairs from stored columns, given by pair id: tokens, ``layers``, and verdicts and traces if present.
 
-    The tensors are views of shared tensors. UserError if columns do not belong together.
+    The tensors are views of shared tensors. UserError if the columns do not match.
     """
     if not stored:
         return {}
@@ -384,8 +386,8 @@ def unpack_pairs(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[Stor
             found = expect_array(row[layer_column(layer)]).size
             if found != total:
                 raise UserError(
-                    f"store: pair {pair_id} has {found} weights for {total} tokens, so its shards do not belong "
-                    "together; delete the folder of this key and run attnpo.weigh again"
+                    f"store: pair {pair_id} has {found} weights for {total} tokens, so its shards do not "
+                    "match; delete the folder of this key and run attnpo.weigh again"
                 )
     stacked = [np.concatenate([expect_array(row[layer_column(layer)]) for row in stored.values()]) for layer in layers]
     weights = torch.from_numpy(np.stack(stacked) if stacked else np.zeros((0, sum(totals)), dtype=np.float32))

@@ -1,9 +1,9 @@
-"""Faithfulness of token weights without ground truth: how far the verdict drops without the top-weighted tokens.
+"""Faithfulness of token weights without ground truth: how far the log-odds drop without the top-weighted tokens.
 
 The top-weighted share of both responses' tokens is removed from the text (or is all that remains). The run's own prompt
-builder then builds the judge prompt again, so that chat format and both orders are the same, and the verdict's log-odds
-are read. The same is done with equally many random tokens at similar positions. Only the difference between the two
-counts, since any removal damages a response.
+builder then rebuilds the judge prompt, so that chat format and both orders are the same, and the verdict's log-odds are
+read. The same is done with an equal number of random tokens at similar positions. Only the difference between the two
+is meaningful, since any removal damages a response.
 """
 
 import math
@@ -43,7 +43,7 @@ class RemovalMode(Enum):
 
 @dataclass(frozen=True)
 class RemovalSettings:
-    """Settings of the removal: the shares of tokens to remove or keep, and the random removals for comparison.
+    """Settings for token removal: the shares of tokens to remove or keep, and the random removals for comparison.
 
     ``shares`` of a response's tokens are rounded to whole tokens, at least one. ``draws`` random removals per share are
     averaged. Draws are keyed by (seed, pair id, side, draw), so two weightings that select from the same positions are
@@ -68,7 +68,7 @@ class RemovalSettings:
 
 @dataclass(frozen=True)
 class TokenRanking:
-    """Character ranges and weights of those tokens of one response that contain characters."""
+    """Character ranges and weights of a response's tokens, without those that contain no characters."""
 
     offsets: tuple[Range, ...]
     weights: tuple[float, ...]
@@ -79,7 +79,7 @@ Rankings = Mapping[str, Mapping[str, TokenRanking]]  # by pair id, then side
 
 @dataclass(frozen=True)
 class RemovalLogOdds:
-    """Log-odds of every pair with the top-weighted tokens removed (or only these kept), and with random ones."""
+    """Log-odds of each pair after removing the top-weighted tokens (or all others), and after doing so at random."""
 
     top: Array
     random: Array
@@ -89,9 +89,9 @@ class RemovalLogOdds:
 class RemovalResult:
     """Log-odds in nats, averaged over both orders, of the answer that the judge prefers given the full responses.
 
-    ``full``: log-odds given the full responses. ``changes``: by weighting, mode and share. ``counts``: responses that
-    were left empty (the judge template then shows one space), and pairs that were left out. ``prompts``: number of
-    prompts read.
+    ``full``: log-odds given the full responses. ``changes``: by weighting, mode and share. ``counts``: number of
+    responses that became empty (the judge template then shows one space), and of skipped pairs. ``prompts``: number of
+    prompts that the judge read.
     """
 
     pair_ids: tuple[str, ...]
@@ -101,7 +101,7 @@ class RemovalResult:
     prompts: int
 
     def log_odds_drop(self, name: str, share: float) -> Array:
-        """Returns by how much the log-odds drop when the top-weighted tokens are removed."""
+        """Returns the drop in log-odds when the top-weighted tokens are removed."""
         return np.asarray(self.full - self.changes[name][RemovalMode.REMOVE, share].top)
 
     def advantage_over_random(self, name: str, mode: RemovalMode, share: float) -> Array:
@@ -131,7 +131,7 @@ class RemovalResult:
 def rank_tokens(source: WeightSource, captured: Mapping[str, PairWeights], layers: tuple[StoredRow, ...]) -> Rankings:
     """Returns the post-processed weights of a resolved source on its own tokens, by pair and side.
 
-    ``layers`` names the rows of ``captured``. Pairs that could not be shown to the judge are left out.
+    ``layers``: the rows of ``captured``, in order. Pairs that could not be shown to the judge are skipped.
     """
     nothing = dict.fromkeys(SIDES, EncodedResponse([], [], []))
     found = {}
@@ -146,13 +146,13 @@ def rank_tokens(source: WeightSource, captured: Mapping[str, PairWeights], layer
 
 
 def make_ranking(offsets: Sequence[Sequence[int]], weights: Sequence[float]) -> TokenRanking:
-    """Makes the ranking of a response from its tokens that contain characters; other tokens cannot be removed."""
+    """Builds the ranking of a response's tokens, without those that contain no characters: they cannot be removed."""
     whole = [((start, end), weight) for (start, end), weight in zip(offsets, weights, strict=True) if end > start]
     return TokenRanking(tuple(place for place, _ in whole), tuple(float(weight) for _, weight in whole))
 
 
 def count_tokens(share: float, tokens: int) -> int:
-    """Returns ``share`` of ``tokens`` as a number of tokens: rounded half up, at least one, at most all."""
+    """Returns how many of ``tokens`` tokens make up ``share``: rounded half up, at least one, at most all."""
     return min(tokens, max(1, math.floor(share * tokens + 0.5)))
 
 
@@ -169,7 +169,7 @@ def position_bins(tokens: int) -> list[int]:
 
 
 def draw_matched_tokens(chosen: set[int], tokens: int, draw: Random) -> set[int]:
-    """Draws random positions out of ``tokens``, as many from each bin of relative position as ``chosen`` has there."""
+    """Draws random positions from ``tokens``, matching the number of ``chosen`` positions in each position bin."""
     bins = position_bins(tokens)
     wanted = Counter(bins[place] for place in chosen)
     order = sorted(range(tokens), key=[draw.random() for _ in range(tokens)].__getitem__)
@@ -185,8 +185,8 @@ def remaining_text(text: str, offsets: Sequence[Range], kept: set[int]) -> str:
     """Returns ``text`` reduced to the characters of the ``kept`` tokens and the whitespace between kept neighbours.
 
     A gap that contained whitespace becomes a single space, or the run of whitespace at its start or end if that
-    contains a line break. Words thus neither merge nor drift apart. Characters that a removed token shares with its
-    neighbour are removed, as are whitespace at both ends and characters that belong to no token.
+    contains a line break. Words therefore neither merge nor drift apart. Characters that a removed token shares with
+    its neighbour are removed, as are whitespace at both ends and characters that belong to no token.
     """
     pieces: list[Range] = []
     last = -1
@@ -236,11 +236,11 @@ def measure_token_removal(
     removal: RemovalSettings,
     progress: Callable[[int, int], None] | None = None,
 ) -> RemovalResult:
-    """Measures the verdicts' log-odds with and without the tokens to which each of ``sources`` gives the most weight.
+    """Measures the verdicts' log-odds with and without the tokens to which each of ``sources`` assigns the most weight.
 
-    Pairs without a ranking from every source are left out, and so are pairs whose shortened responses cannot be shown
-    to the judge. Each distinct prompt is read once, for its verdict only. ``progress`` is called with (prompts read,
-    total prompts). UserError if no pair is left.
+    Skips pairs without a ranking from every source, and pairs whose shortened responses cannot be shown to the judge.
+    Each distinct prompt is read once, for its verdict only. ``progress`` is called with (prompts read, total prompts).
+    UserError if no pair remains.
     """
     usable = [pair for pair in pairs if all(pair.pair_id in found for found in sources.values())]
     asked: dict[Asked, int] = {}
@@ -278,7 +278,8 @@ def measure_token_removal(
     sound: Bool[np.ndarray, " pairs"] = np.isfinite(np.array(rows)).all(axis=0)
     if not sound.any():
         raise UserError(
-            f"faithfulness: none of the {len(pairs)} pairs can be judged with tokens removed; the log gives the reasons"
+            f"faithfulness: none of the {len(pairs)} pairs can be judged with tokens removed; see the log for "
+            "the reasons"
         )
     return RemovalResult(
         pair_ids=tuple(pair.pair_id for pair, good in zip(usable, sound, strict=True) if good),
@@ -379,6 +380,6 @@ def _build_prompts(
 
 
 def faithfulness_score(values: Mapping[str, Any]) -> float:
-    """Returns the score that ``weights.layer=auto`` compares: mean faithfulness under removal over pairs and shares."""
+    """Returns the score that ``weights.layer=auto`` compares: faithfulness under removal, over all pairs and shares."""
     means = [sum(row) / len(row) for row in values["remove"].values()]
     return float(sum(means) / len(means))

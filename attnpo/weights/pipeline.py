@@ -1,9 +1,9 @@
-"""Turns stored rows into weights on the training tokens: select, post-process, transform, align, weigh end of turn.
+"""Turns stored rows into weights on the training tokens: select, post-process, transform, align, weight end of turn.
 
-Weights are not rescaled after alignment. Weight on source tokens without a partner among the training tokens (cut
-differently by the two tokenizers, or truncated) is lost and shows up as coverage (paper appendix on token matching).
+Weights are not rescaled after alignment. Weight on source tokens without a counterpart among the training tokens (split
+differently by the two tokenizers, or truncated) is lost and lowers the coverage (paper appendix on token matching).
 
-A reasoning trace that is weighed separately gets mass in proportion to its number of tokens; the source weighs only the
+A reasoning trace that is weighted separately gets mass in proportion to its token count; the source weights only the
 answer. If a response has t trace tokens and n answer tokens, each trace token gets 1 / (t + n), and the answer gets n /
 (t + n), distributed by the source. Uniform weights stay uniform.
 """
@@ -43,7 +43,7 @@ from attnpo.weights.postprocess import (
     has_flat_rounds,
     normalize,
 )
-from attnpo.weights.transforms import WeightRow, WeightTransform, takes_factors
+from attnpo.weights.transforms import WeightRow, WeightTransform, accepts_factors
 
 CHUNK = 256
 """Number of pairs whose weights are computed together, so that the arrays fit into a CPU cache."""
@@ -57,14 +57,14 @@ FOR_FACTORS = ("shuffled", "inverse", "uniform_on_support", "mixture", "one_side
 class TrainingWeights:
     """Weights of one pair on its training tokens; tuples are (chosen, rejected).
 
-    ``lengths``: |y|, the number of source tokens. ``coverage``: share of the training tokens with characters that got a
-    partner (for a partial source: a partner with a weight); tokens of a separately weighed trace do not count.
-    ``content``: number of training tokens that ``coverage`` counts; ``unmatched``: number of these without a partner.
-    ``source_coverage``, ``kept_mass``: shares of the source's tokens and of their absolute weights, after transforms,
-    that reached training tokens (``weights.arrival``); a separately weighed trace does not count. ``realigned``: number
-    of responses that the judge rounds split into different tokens, so that one round was aligned with the other.
-    ``flat``: sides whose raw weights were all 0 and became uniform. ``factors``: whether the weights are factors, which
-    are used unchanged, or a distribution.
+    ``lengths``: |y|, the number of source tokens. ``coverage``: share of the training tokens with characters that have
+    a counterpart (for a partial source: a counterpart with a weight); tokens of a separately weighted trace do not
+    count. ``content``: number of training tokens that ``coverage`` counts; ``unmatched``: number of these without a
+    counterpart. ``source_coverage``, ``kept_mass``: shares of the source's tokens and of their absolute weights, after
+    transforms, that reached training tokens (``weights.arrival``); a separately weighted trace does not count.
+    ``realigned``: number of responses that the judge rounds split into different tokens, so one round had to be aligned
+    with the other. ``flat``: sides whose raw weights were all 0 and became uniform. ``factors``: whether the weights
+    are factors, which are used unchanged, or a distribution.
     """
 
     chosen: Float[Tensor, " m"]
@@ -84,11 +84,11 @@ class TrainingWeights:
 class SourceWeights:
     """Weights of one response, combined and post-processed, still on the source's tokens.
 
-    ``row``: these tokens with the stored weights. ``realigned``: whether a round had different tokens. ``flat``:
-    whether a raw row was all 0 and became uniform. ``weighted``: mask of the tokens to which a partial source gave a
-    weight; None for sources that give every token a weight. ``changeable``: mask of the tokens that transforms may
-    change; None for all. ``begins``: index of the first character that the source weighs, above 0 after a separately
-    weighed trace.
+    ``row``: these tokens with their stored weights. ``realigned``: whether a round had different tokens. ``flat``:
+    whether a raw row was all 0 and became uniform. ``weighted``: mask of the tokens to which a partial source assigned
+    a weight; None for sources that weight every token. ``changeable``: mask of the tokens that transforms may change;
+    None for all. ``begins``: index of the first character that the source weights, above 0 after a separately weighted
+    trace.
     """
 
     row: TokenWeights
@@ -105,8 +105,8 @@ class SourceWeights:
         return torch.ones(self.weights.numel(), dtype=torch.bool) if self.changeable is None else self.changeable
 
 
-class PairToWeigh(NamedTuple):
-    """Pair with its captured rows (None if the source captures nothing) and its training ids by side."""
+class PairInputs(NamedTuple):
+    """Input of one pair: its captured rows (None if the source captures nothing) and its training ids by side."""
 
     captured: PairWeights | None
     encoded: Mapping[str, EncodedResponse]
@@ -139,12 +139,12 @@ def training_weights(
 ) -> TrainingWeights:
     """Returns the weights of one pair on the training tokens in ``encoded`` ("chosen", "rejected").
 
-    ``layers`` names the rows of ``captured`` in order. ``captured`` is None for a source that captures nothing, which
-    reads ``pair`` instead. Transforms must be fitted; those of an online source are applied by ``transform_batch``. Raw
-    rows are processed in float64 and returned in their original dtype. UserError if rows do not match the source's
-    kind.
+    ``layers`` lists the rows of ``captured`` in order. ``captured`` is None for a source that captures nothing; such a
+    source reads ``pair`` instead. Transforms must be fitted; those of an online source are applied by
+    ``transform_batch``. Raw rows are processed in float64 and returned in their original dtype. UserError if rows do
+    not match the source's kind.
     """
-    asked = PairToWeigh(captured, encoded, pair)
+    asked = PairInputs(captured, encoded, pair)
     finished = compute_source_weights(source, captured, encoded, layers=layers, pair=pair)
     finished = _apply_transforms(source, asked.pair_id, finished, transforms)
     return _join_sides(
@@ -152,9 +152,9 @@ def training_weights(
     )
 
 
-def weigh_pairs(
+def iterate_training_weights(
     source: WeightSource,
-    pairs: Iterable[PairToWeigh],
+    pairs: Iterable[PairInputs],
     align_method: AlignMethod = AlignMethod.LEVENSHTEIN,
     transforms: Sequence[WeightTransform] = (),
     *,
@@ -194,14 +194,14 @@ def _join_sides(
     )
 
 
-def _split_into_chunks(pairs: Iterable[PairToWeigh]) -> Iterator[list[PairToWeigh]]:
+def _split_into_chunks(pairs: Iterable[PairInputs]) -> Iterator[list[PairInputs]]:
     left = iter(pairs)
     while chunk := list(islice(left, CHUNK)):
         yield chunk
 
 
 def _collect_until_error(items: Iterable[_T]) -> tuple[list[_T], Exception | None]:
-    """Collects the items up to the first exception; returns both, so that the caller can use the items, then raise."""
+    """Collects the items up to the first exception; returns both, so the caller can use the items before raising."""
     done: list[_T] = []
     try:
         for item in items:
@@ -228,12 +228,12 @@ def compute_source_weights(
     pair: PreferencePair | None = None,
 ) -> dict[str, SourceWeights]:
     """Returns both responses' weights on the source's tokens, before transforms and alignment."""
-    asked = PairToWeigh(captured, encoded, pair)
+    asked = PairInputs(captured, encoded, pair)
     return _selected_source_weights(_check_postprocess(source), asked, _select_row(source, asked, layers))
 
 
 def iterate_source_weights(
-    source: WeightSource, pairs: Iterable[PairToWeigh], layers: tuple[StoredRow, ...] = ()
+    source: WeightSource, pairs: Iterable[PairInputs], layers: tuple[StoredRow, ...] = ()
 ) -> Iterator[dict[str, SourceWeights]]:
     """Yields the ``compute_source_weights`` of many pairs in order; computed in batches, with bit-identical results."""
     _check_postprocess(source)
@@ -242,7 +242,7 @@ def iterate_source_weights(
 
 
 def _chunk_source_weights(
-    source: WeightSource, chunk: Sequence[PairToWeigh], layers: tuple[StoredRow, ...]
+    source: WeightSource, chunk: Sequence[PairInputs], layers: tuple[StoredRow, ...]
 ) -> Iterator[dict[str, SourceWeights]]:
     selected, problem = _collect_until_error(_select_row(source, asked, layers) for asked in chunk)
     at_once = iter(_postprocess_chunk(source, chunk, selected))
@@ -254,9 +254,9 @@ def _chunk_source_weights(
 
 
 def _postprocess_chunk(
-    source: WeightSource, chunk: Sequence[PairToWeigh], selected: Sequence[PairWeights | None]
+    source: WeightSource, chunk: Sequence[PairInputs], selected: Sequence[PairWeights | None]
 ) -> list[SourceWeights | None]:
-    """Postprocesses a chunk; returns each pair's responses, chosen first, or None for one that cannot be batched."""
+    """Applies post-processing to a chunk; returns each pair's responses, chosen first (None if not batchable)."""
     rule, partial = source.postprocess, source.partial
     if type(rule) is not Postprocess or source.kind is not Kind.DISTRIBUTION:
         return [None] * (2 * len(selected))
@@ -276,14 +276,14 @@ def _postprocess_chunk(
 
 
 def _weighted_tokens(source: WeightSource, rounds: Sequence[TokenWeights]) -> Bool[Tensor, " n"] | None:
-    """Returns a mask of the tokens to which a partial source gave a weight in any round."""
+    """Returns a mask of the tokens to which a partial source assigned a weight in any round."""
     return torch.cat([row.weights for row in rounds]).ne(0).any(dim=0) if source.partial else None
 
 
 def _align_chunk(
-    source: WeightSource, chunk: Sequence[PairToWeigh], done: Sequence[Mapping[str, SourceWeights]], method: AlignMethod
+    source: WeightSource, chunk: Sequence[PairInputs], done: Sequence[Mapping[str, SourceWeights]], method: AlignMethod
 ) -> list[AlignedResponse | None]:
-    """Aligns a chunk; returns each pair's responses, chosen first, or None for one that cannot be batched."""
+    """Aligns a chunk; returns each pair's responses, chosen first (None if not batchable)."""
     found: list[AlignedResponse | None] = [None] * (2 * len(done))
     if source.tokens == "train":
         return found
@@ -305,18 +305,18 @@ def _has_mean_end(source: WeightSource) -> bool:
     return source.postprocess is not None and source.postprocess.end_token is EndToken.MEAN
 
 
-def _select_row(source: WeightSource, asked: PairToWeigh, layers: tuple[StoredRow, ...]) -> PairWeights | None:
+def _select_row(source: WeightSource, asked: PairInputs, layers: tuple[StoredRow, ...]) -> PairWeights | None:
     return None if asked.captured is None else source.select(asked.captured, layers)
 
 
 def _selected_source_weights(
-    source: WeightSource, asked: PairToWeigh, captured: PairWeights | None
+    source: WeightSource, asked: PairInputs, captured: PairWeights | None
 ) -> dict[str, SourceWeights]:
     """Returns both responses' weights on the source's tokens, from ``captured`` with only the selected row."""
     encoded, pair, both = asked.encoded, asked.pair, None
     if captured is None and isinstance(source, TextSource):
         if pair is None:
-            raise ValueError(f"{type(source).__name__} weighs a pair's text, but no pair was given")
+            raise ValueError(f"{type(source).__name__} computes weights from a pair's text, but no pair was given")
         both = source.weigh_pair(pair, encoded)
     rule = None if source.partial else source.postprocess
     finished = {}
@@ -361,7 +361,7 @@ def align_raw_weights(
 
 
 def rows_to_transform(finished: Mapping[str, SourceWeights], pair_id: str) -> dict[str, WeightRow]:
-    """Returns the rows of a pair that transforms read and change."""
+    """Returns the rows of a pair that transforms operate on."""
     seen = {side: finished[side].changeable_tokens for side in SIDES}
     return {
         side: WeightRow(
@@ -399,9 +399,9 @@ def _apply_to_row(transform: WeightTransform, row: WeightRow) -> Float[Tensor, "
 def transform_batch(
     transforms: Sequence[WeightTransform], weights: Float[Tensor, "rows R"], batch: PreferenceBatch
 ) -> Float[Tensor, "rows R"]:
-    """Applies the run's transforms to an online source's weights of a batch's main rows, one response at a time.
+    """Applies the run's transforms to an online source's weights for a batch's main rows, one response at a time.
 
-    All tokens are changed, including the end of turn, which online sources weigh like any other token.
+    Transforms see all tokens, including the end of turn, which online sources weight like any other token.
     """
     mask, ids = batch.main.response_mask.cpu(), batch.main.response_ids.cpu()
     counts, changed = mask.sum(-1).tolist(), weights.detach().cpu().clone()
@@ -434,9 +434,9 @@ def fit_transforms_in_order(
 def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None:
     """Rejects transforms that are undefined for a source's weights.
 
-    Transforms that treat weights as shares of a whole are rejected for factors and signed rows. These and the
-    fitted ones are also rejected for an online source, whose weights do not exist before training. An online source
-    that weighs whole pairs accepts no transforms.
+    Transforms that treat weights as shares of a whole are rejected for factors and signed rows. For an online source,
+    whose weights do not exist before training, these and the fitted ones are rejected. An online source that weights
+    whole pairs accepts no transforms.
     """
     if not transforms:
         return
@@ -444,10 +444,10 @@ def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None
     online = isinstance(source, OnlineSource)
     if online and is_neutral(source):
         raise UserError(
-            f"transforms ({names}) change token weights, but {name} weighs whole pairs and gives all tokens the same "
+            f"transforms ({names}) change token weights, but {name} weights whole pairs and gives all tokens the same "
             "weight: remove the transforms"
         )
-    refused = ", ".join(type(transform).__name__ for transform in transforms if not takes_factors(transform))
+    refused = ", ".join(type(transform).__name__ for transform in transforms if not accepts_factors(transform))
     if refused and (online or source.signed or source.kind is not Kind.DISTRIBUTION):
         what = "computes its own in every step" if online else f"gives {'signed rows' if source.signed else 'factors'}"
         raise UserError(
@@ -457,9 +457,9 @@ def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None
 
 
 def _raw_rows(
-    source: WeightSource, captured: PairWeights | None, asked: PairToWeigh, side: str, own: Float[Tensor, " m"] | None
+    source: WeightSource, captured: PairWeights | None, asked: PairInputs, side: str, own: Float[Tensor, " m"] | None
 ) -> list[TokenWeights]:
-    """Returns one entry per round, with only the selected row; ``own``: the weights of a text source."""
+    """Returns one entry per round, with only the selected row. ``own``: the weights of a text source."""
     if captured is not None:
         return [item.side(side) for item in captured.rounds]
     encoded = asked.encoded[side]
@@ -479,7 +479,7 @@ def _raw_rows(
 
 
 def _align_response(
-    source: WeightSource, asked: PairToWeigh, both: Mapping[str, SourceWeights], side: str, method: AlignMethod
+    source: WeightSource, asked: PairInputs, both: Mapping[str, SourceWeights], side: str, method: AlignMethod
 ) -> AlignedResponse:
     finished, encoded = both[side], asked.encoded[side]
     base, weights = finished.row, finished.weights
@@ -516,7 +516,8 @@ def _combine_rounds(
         check_finite(row, where)
         if not source.signed and bool((row < 0).any()):
             raise UserError(
-                f"{where}: {type(source).__name__} is declared as not signed, got {row.min():g}; correct the source"
+                f"{where}: {type(source).__name__} is declared unsigned, got a weight of {row.min():g}; "
+                "correct the source"
             )
         if source.kind is Kind.DISTRIBUTION and not source.partial and not bool(row.any()):
             raise UserError(
@@ -527,7 +528,7 @@ def _combine_rounds(
 
 
 def _align_rounds(rows: list[TokenWeights]) -> tuple[list[TokenWeights], bool]:
-    """Aligns all rounds with the first by characters; returns the result and whether any round had other tokens."""
+    """Aligns all rounds with the first by characters; returns the result and whether any round had different tokens."""
     base, same = rows[0], [rows[0]]
     realigned = False
     for row in rows[1:]:
@@ -550,7 +551,7 @@ def _align_row(
 
 
 def _check_same_ids(source: TokenWeights, encoded: EncodedResponse, where: str) -> None:
-    """Raises UserError unless the training ids equal the source's ids, or the beginning of these if truncated."""
+    """Raises UserError unless the training ids equal the source's ids, or a prefix of them if truncated."""
     count = len(encoded.response_ids)
     if source.token_ids[:count].tolist() != list(encoded.response_ids):
         raise UserError(
@@ -574,10 +575,10 @@ def check_trace_weighting(source: WeightSource) -> None:
 def prepend_trace_rows(
     source: WeightSource, rows: Sequence[TokenWeights], encoded: EncodedResponse, begins: int
 ) -> tuple[list[TokenWeights], int]:
-    """Returns the rounds of one response on the tokens of trace and answer, and the number of trace tokens.
+    """Returns the rounds of one response, extended to the tokens of its trace, and the number of trace tokens.
 
-    ``begins``: index of the answer's first character; 0 if there is no separately weighed trace. A judge reads only the
-    answer, so the trace's training tokens (those with characters) are prepended with weight 0.
+    ``begins``: index of the answer's first character; 0 if there is no separately weighted trace. A judge reads only
+    the answer, so the trace's training tokens (those with characters) are prepended with weight 0.
     """
     if not begins:
         return list(rows), 0
@@ -604,6 +605,6 @@ def _prepend_row(row: TokenWeights, encoded: EncodedResponse, begins: int) -> To
 
 
 def join_trace_and_answer(answer: Float[Tensor, " n"], trace: int) -> Float[Tensor, " m"]:
-    """Joins trace and answer into a distribution (sum 1): a trace token gets the mean weight, the answer the rest."""
+    """Joins trace and answer into a distribution (sum 1): trace tokens get the mean weight, the answer the rest."""
     tokens = max(1, trace + answer.numel())
     return torch.cat([answer.new_full((trace,), 1 / tokens), normalize(answer) * (answer.numel() / tokens)])

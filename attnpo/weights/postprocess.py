@@ -1,6 +1,6 @@
 """Arithmetic on raw weight rows: rounds, normalisation, attention sink (as in the paper).
 
-All functions work on distributions; factors and signed rows are never processed here.
+All functions work on distributions; factors and signed rows are never passed to them.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from attnpo.schema import Kind, UserError, check_at_least
 
 
 class RoundOrder(Enum):
-    """Order of averaging and normalising when the two judge rounds are combined.
+    """Order of averaging and normalising when combining the two judge rounds.
 
     The paper's text averages the raw rows and normalises the mean; the authors' code normalises each round first. The
     results differ if the rounds put different mass on the response.
@@ -27,7 +27,7 @@ class RoundOrder(Enum):
 
 
 class EndToken(Enum):
-    """Weight of training tokens without a character of the response (end of turn): 0 or 1/|y|."""
+    """Weight of training tokens that contain no character of the response (end of turn): 0 or 1/|y|."""
 
     ZERO = "zero"
     MEAN = "mean"
@@ -59,11 +59,11 @@ def combine_rounds(rounds: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> 
 
 
 def fix_sink(weights: Float[Tensor, " n"], first: int = 1, min_length: int = 5) -> Float[Tensor, " n"]:
-    """Sets each of the first ``first`` weights to the mean weight and rescales the others so that the total is kept.
+    """Sets each of the first ``first`` weights to the mean weight and rescales the others to preserve the total.
 
     The mean weight is total / |y|, that is, 1/|y| for a distribution. Rows shorter than ``min_length`` are not changed
-    (the paper has K = 1, K' = 5). Differs from the authors' code if the other weights are all 0: here they share the
-    remaining mass equally, there it divides by zero.
+    (the paper uses K = 1, K' = 5). Differs from the authors' code if the other weights are all 0: here they share the
+    remaining mass equally; that code divides by zero.
     """
     count = weights.numel()
     if first <= 0 or count < min_length:
@@ -96,8 +96,8 @@ class Postprocess:
     def __call__(self, rows: Sequence[Float[Tensor, " n"]], where: str = "weights") -> Float[Tensor, " n"]:
         """Returns the distribution (sum 1) of one response from its raw rows, one per round.
 
-        ``where`` begins the error message, e.g. "pair 3f2a, chosen". UserError if there are no rows or no tokens, or if
-        a weight is negative or not finite.
+        Error messages start with ``where``, e.g. "pair 3f2a, chosen". UserError if there are no rows or no tokens, or
+        if a weight is negative or not finite.
         """
         if not rows or rows[0].numel() == 0:
             raise UserError(f"{where}: expected at least one round with at least one token, got none; drop the pair")
@@ -111,10 +111,10 @@ class Postprocess:
 
 
 def has_flat_rounds(rows: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> bool:
-    """Tells whether ``combine_rounds`` replaces rows without mass by uniform weights.
+    """Tells whether ``combine_rounds`` replaces rows without mass with uniform weights.
 
-    With ``mean_then_normalize`` this happens only if all rounds are flat; with ``normalize_then_mean`` one flat round
-    is enough.
+    With ``mean_then_normalize`` this requires that all rounds are flat; with ``normalize_then_mean`` one flat round is
+    enough.
     """
     flat = [is_flat(row) for row in rows]
     return any(flat) if order is RoundOrder.NORMALIZE_THEN_MEAN else all(flat)
@@ -128,8 +128,8 @@ def check_finite(row: Float[Tensor, " n"], where: str) -> None:
     if broken.numel():
         place = int(broken[0, 0])
         raise UserError(
-            f"{where}: expected finite weights, got {float(row[place])} at token {place} of {row.numel()}; run the "
-            "judge again (with judge.dtype=float32 if the numbers overflow) or drop the pair"
+            f"{where}: expected finite weights, got {float(row[place])} at token {place} of {row.numel()}; rerun the "
+            "judge (with judge.dtype=float32 if values overflow) or drop the pair"
         )
 
 
@@ -146,7 +146,7 @@ def check_is_distribution(kind: Kind, signed: bool) -> None:
 def effective_token_count(weights: Float[Tensor, " m"]) -> float:
     """Returns the effective number of weighted tokens, 1 / sum a^2 with a = |w| / sum |w|.
 
-    That is m for m uniform weights, 1 for a single token, 0 for a row without mass.
+    It is m for m uniform weights, 1 for a single token, 0 for a row without mass.
     """
     shares = absolute_shares(weights)
     square = float(shares.square().sum())

@@ -32,17 +32,17 @@ from attnpo.text.traces import judged_text
 from attnpo.weights.score_parser import parse_scores
 from attnpo.weights.sources.reward_attention import LoadedReward, RewardAttention
 from attnpo.weights.sources.verbalized import LoadedVerbalizer
-from attnpo.weights.verbalizer_settings import ScoreQuestions, Verbalizer
+from attnpo.weights.verbalizer_settings import ScorePromptBuilder, Verbalizer
 
 
 @dataclass(frozen=True)
 class VerbalizerStatistics:
-    """Statistics of a verbalizer's answers about the responses of ``pairs`` pairs.
+    """Statistics of a verbalizer's answers; ``pairs``: number of pairs covered.
 
     ``parsed``: answers with at least one usable part, out of ``answers``. ``parts``: total number of usable parts.
-    ``coverage``: mean share of a response's tokens with a score. ``problems``: number of unusable parts and answers by
+    ``coverage``: mean share of a response's tokens with a score. ``problems``: counts of unusable parts and answers, by
     reason. ``unasked``: pairs that the model could not be asked about. ``lost``: answers whose text is no longer in the
-    store, although the rows made from them are.
+    store, although the rows computed from them are.
     """
 
     pairs: int
@@ -103,7 +103,7 @@ ANSWER = "answer"
 # Increase by hand with every code change that changes an answer.
 ANSWERS_VERSION = "1"
 BATCHES_AT_ONCE = 4
-"""Number of batches of answers that are stored together."""
+"""Number of answer batches to store at a time."""
 
 
 class RunVerbalizer(WeightReader):
@@ -111,8 +111,9 @@ class RunVerbalizer(WeightReader):
 
     Args:
         verbalizer: the settings.
-        model: the run's model, which answers unless ``verbalizer.path`` names another.
-        chat: the run's chat format. The tokens always use it; the prompts use it unless another model is named.
+        model: the run's model, used unless ``verbalizer.path`` names another.
+        chat: the run's chat format. Scores always refer to its tokens; the prompts use it unless another model is
+            named.
         store: store for the answers.
     """
 
@@ -130,11 +131,11 @@ class RunVerbalizer(WeightReader):
             template = read_template(verbalizer.chat_template, "verbalizer.chat_template")
             fallback = model.fallback_template
             self.chat = ChatFormat(tokenizer, template, fallback=fallback, part="verbalizer", rows=rows)
-        self.questions = ScoreQuestions(verbalizer.load_template(), self.chat, chat, self._max_prompt_tokens())
+        self.questions = ScorePromptBuilder(verbalizer.load_template(), self.chat, chat, self._max_prompt_tokens())
         self._store = store
 
     def _max_prompt_tokens(self) -> int | None:
-        """Returns the maximum number of prompt tokens; UserError if an answer may take all positions."""
+        """Returns the maximum number of prompt tokens; UserError if answers could fill the whole context."""
         limit = max_sequence_length(self.path, self.revision, "verbalizer.max_length", self.settings.max_length)
         new = self.settings.sampling.max_new_tokens
         if limit is not None and limit <= new:
@@ -146,7 +147,7 @@ class RunVerbalizer(WeightReader):
         return None if limit is None else limit - new
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns every setting that changes the answers to given prompts: weights, dtype, decoding, chat format."""
+        """Returns all settings that affect the answers to given prompts: weights, dtype, decoding, chat format."""
         maker = self.settings.known_parts
         return {
             "weights": {**weights_fingerprint(self.path, self.revision), **extra_end_ids(self.path)},
@@ -177,11 +178,11 @@ class RunVerbalizer(WeightReader):
         return make_chat_generator(model, self.chat, self.settings.batch_size, self.settings.token_budget)
 
     def describe_pass(self, rows: str) -> str:
-        """Describes for the log what a pass does."""
+        """Formats a log line about the scoring pass."""
         return f"verbalizer pass: {self.path} scores the parts of both responses"
 
     def prompts_fingerprint(self) -> Mapping[str, object]:
-        """Returns every setting of the questions and of the tokens that changes a stored number."""
+        """Returns all settings of the prompts and the tokens that affect the stored scores."""
         return self.questions.fingerprint()
 
     def compute_answer_statistics(
@@ -204,16 +205,16 @@ def answer_key(prompt: Sequence[Message]) -> str:
 
 
 def load_answers(table: StoreTable, keys: Sequence[str]) -> dict[str, str]:
-    """Loads the answers among ``keys`` that are in the store."""
+    """Loads the answers to ``keys`` that are in the store."""
     known = [key for key, columns in table.columns_present(keys).items() if ANSWER in columns]
     return {key: str(row[ANSWER]) for key, row in table.read(known, [ANSWER]).items()}
 
 
 class CachedGenerator:
-    """Generator that caches answers in a table and asks another generator, which ``make`` builds, for missing ones.
+    """Generator that caches answers in a table and gets missing ones from another generator, built by ``make``.
 
-    Equal prompts get the same answer. ``make`` is called at most once. Answers are stored, and progress is logged,
-    ``at_once`` answers at a time, so an interruption loses at most that many.
+    Identical prompts get the same answer. ``make`` is called at most once. New answers are stored and progress is
+    logged every ``at_once`` answers, so an interruption loses at most that many.
     """
 
     def __init__(self, table: StoreTable, make: Callable[[], Generator], at_once: int = 64) -> None:
@@ -244,7 +245,7 @@ class CachedGenerator:
 
 
 class RunReward(AttentionReader):
-    """Reward model of a run, which is loaded at most once.
+    """Reward model of a run, loaded at most once.
 
     Args:
         source: weight source that specifies the reward model. UserError if it specifies none, or if the model's
@@ -281,7 +282,7 @@ class RunReward(AttentionReader):
         return Depth(num_layers(self.path, self.revision), found.layers)
 
     def describe_pass(self, rows: str) -> str:
-        """Describes for the log what a pass over ``rows`` does."""
+        """Formats a log line about reading ``rows`` with the reward model."""
         return f"reward model: reading {rows} of {self.path} for both responses"
 
     def prompts_fingerprint(self) -> Mapping[str, object]:

@@ -1,7 +1,7 @@
 """Parser of verbalised importance: reads scored parts from an answer and locates the parts in the response.
 
-Handles free text only: no model, no tokens. The paper names the method (split the response into parts, score each from
-1 to 5) but gives neither a prompt nor a parser; both are ours.
+Handles free text only: no model, no tokens. The paper describes the method (split the response into parts, score each
+from 1 to 5) but specifies neither a prompt nor a parser; both are ours.
 """
 
 import json
@@ -43,10 +43,10 @@ EMPTY_PART = "part without text"
 def parse_scores(answer: str, response: str) -> ParsedScores:
     """Parses the scored spans of ``response`` in ``answer``.
 
-    Accepts JSON objects, pairs and lists of them, nested to any depth (in a code fence, cut off at the end, with
-    trailing commas), and lines or table rows with a part and a score. If both can be read, the reading that covers more
-    of the response wins. A part may be quoted with different whitespace, quotation marks or case; a part that occurs
-    several times is matched to the first free occurrence after the previous part.
+    Accepts JSON objects, pairs and lists of them, nested to any depth (even in a code fence, truncated, or with
+    trailing commas), and lines or table rows with a part and a score. If both can be parsed, the result that covers
+    more of the response is used. A part may be quoted with different whitespace, quotation marks or case; a part that
+    occurs several times is matched to the first unused occurrence after the previous part.
     """
     readings = [_parse_parts(parts, response) for parts in (_json_parts(answer), _line_parts(answer)) if parts]
     if not readings:
@@ -102,7 +102,7 @@ def _json_parts(answer: str) -> list[tuple[str, float | None]]:
 
 
 def _line_parts(answer: str) -> list[tuple[str, float | None]]:
-    """Returns the parts and scores of lines that begin or end with a score."""
+    """Returns the parts and scores of lines that start or end with a score."""
     return [item for line in answer.splitlines() if (item := _part_in_line(line)) is not None]
 
 
@@ -202,7 +202,7 @@ def _fold_text(text: str) -> tuple[str, list[int]]:
 
 
 def _locate_parts(parts: Iterable[tuple[str, float]], response: str, problems: Counter[str]) -> list[ScoredSpan]:
-    """Locates the parts in the response without overlap, in order of position."""
+    """Locates the parts in the response, without overlaps and in order of position."""
     text, places = _fold_text(response)
     taken = [False] * len(text)
     spans, cursor = [], 0

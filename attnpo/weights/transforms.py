@@ -1,8 +1,8 @@
-"""Transforms of post-processed weights on the source's tokens: control conditions, mixtures, fitted profiles.
+"""Transforms of post-processed weights on the source's tokens: control conditions, mixtures and fitted profiles.
 
 Transforms run between a source's post-processing and the alignment with training tokens. A transform maps the row of
-one response to a row of the same length; a *fitted* one first sees the rows of the training split. Random choices
-depend only on (seed, pair id, side), so a row is the same in every run and in any order.
+one response to a row of the same length; a *fitted* one is first fitted to the rows of the training split. Random
+choices depend only on (seed, pair id, side), so a row is the same in every run and regardless of order.
 """
 
 import copy
@@ -25,7 +25,7 @@ _Some = TypeVar("_Some")
 class WeightRow:
     """Post-processed weights of one response on its n source tokens; ``other``: number of tokens on the other side.
 
-    Factors have only the tokens that contain a character: the factor of the end of turn is never changed.
+    Rows of factors cover only tokens that contain a character: the factor of the end of turn is never changed.
     """
 
     weights: Float[Tensor, " n"]
@@ -37,7 +37,7 @@ class WeightRow:
 
 @runtime_checkable
 class WeightTransform(Protocol):
-    """Change of a row; ``fit`` returns the transform fitted on the training rows (itself if it needs no fit)."""
+    """Transforms a row of weights; ``fit`` returns the transform fitted on the training rows (or itself)."""
 
     @property
     def needs_fit(self) -> bool:
@@ -47,11 +47,11 @@ class WeightTransform(Protocol):
         """Returns the transform fitted on ``rows``."""
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """Returns the new weights of ``row``, on the same tokens."""
+        """Returns the transformed weights of ``row``, for the same tokens."""
 
 
 class _StatelessTransform:
-    """Transform without fitted state; ``factors``: whether it accepts factors, because it does not use shares."""
+    """Transform without fitted state; ``factors``: whether it also works on factors, not only on distributions."""
 
     needs_fit: ClassVar[bool] = False
     factors: ClassVar[bool] = False
@@ -61,7 +61,7 @@ class _StatelessTransform:
         return self
 
 
-def takes_factors(transform: object) -> bool:
+def accepts_factors(transform: object) -> bool:
     """Tells whether a transform declares that it also works on factors."""
     return bool(getattr(transform, "factors", False))
 
@@ -80,7 +80,7 @@ def _rescale_to_total(new: Float[Tensor, " n"], old: Float[Tensor, " n"]) -> Flo
 
 @dataclass(frozen=True)
 class UniformOnSupport(_StatelessTransform):
-    """Equal weights on all source tokens, so only the support of a source is kept.
+    """Equal weights on all source tokens, keeping only a source's support.
 
     The end of turn and unmatched tokens still get no weight.
     """
@@ -88,13 +88,13 @@ class UniformOnSupport(_StatelessTransform):
     factors: ClassVar[bool] = True
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """Returns the row's mean on every token."""
+        """Returns the row's mean for each token."""
         return torch.full_like(row.weights, float(row.weights.mean()) if row.weights.numel() else 0.0)
 
 
 @dataclass(frozen=True)
 class Shuffled(_StatelessTransform):
-    """Same weights on randomly permuted tokens: keeps sharpness and length, destroys placement."""
+    """Permutes the weights of a row at random: keeps sharpness and length, destroys placement."""
 
     seed: int = 0
 
@@ -107,10 +107,10 @@ class Shuffled(_StatelessTransform):
 
 @dataclass(frozen=True)
 class Inverse(_StatelessTransform):
-    """Weights in reverse order of size: the token with the smallest gets the largest. Keeps the multiset of weights.
+    """Reverses the ranking of the weights: the token with the smallest weight gets the largest, and so on.
 
-    Ties are broken at random, by (seed, pair id, side). Breaking ties by position would give the largest weights to the
-    first of the tokens that had none.
+    Keeps the multiset of weights. Ties are broken at random, by (seed, pair id, side). Breaking ties by position would
+    assign the largest weights to the first of the tokens that had none.
     """
 
     seed: int = 0
@@ -147,9 +147,9 @@ class Mixture(_StatelessTransform):
 
 @dataclass(frozen=True)
 class Smeared(_StatelessTransform):
-    """Weights spread backwards over preceding tokens with geometric decay: credits the tokens that led to a weight.
+    """Spreads weights backwards over preceding tokens with geometric decay, to credit the tokens that led to a weight.
 
-    The total is kept; with decay 0 the row is unchanged. Away from the start, a weight moves back by decay / (1 -
+    The total is preserved; with decay 0 the row is unchanged. Away from the start, a weight moves back by decay / (1 -
     decay) tokens on average.
     """
 
@@ -171,7 +171,7 @@ class Smeared(_StatelessTransform):
 
 @dataclass(frozen=True)
 class Sharpness(_StatelessTransform):
-    """Powers ``w ** tau`` at the same total: tau 0 is uniform on the support, 1 changes nothing, above 1 is sharper."""
+    """Powers ``w ** tau``, rescaled to the same total: uniform on the support at 0, unchanged at 1, sharper above."""
 
     tau: float = 2.0
 
@@ -187,7 +187,7 @@ class Sharpness(_StatelessTransform):
 
 @dataclass(frozen=True)
 class OneSide(_StatelessTransform):
-    """Keeps the weights on one side of a pair and levels the other side: shows on which response the weights matter."""
+    """Keeps the weights on one side of a pair and flattens the other, to show on which side the weights matter."""
 
     side: str = "chosen"
 
@@ -197,7 +197,7 @@ class OneSide(_StatelessTransform):
         check_choice("transform OneSide.side", self.side, SIDES)
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """Returns a row of ``side`` unchanged; for the other side, returns the row's mean on every token."""
+        """Returns a row of ``side`` unchanged; for the other side, returns the row's mean for each token."""
         return row.weights if row.side == self.side else UniformOnSupport()(row)
 
 
@@ -222,9 +222,9 @@ class TailCut(_StatelessTransform):
 
 
 def resample(weights: Float[Tensor, " k"], length: int) -> Float[Tensor, " n"]:
-    """Resamples the mass of ``weights`` over relative position to ``length`` tokens; the total is kept.
+    """Resamples the mass of ``weights`` over relative position to ``length`` tokens; the total is preserved.
 
-    Token i of n covers the interval [i/n, (i+1)/n) of the response; within a token the mass is spread evenly.
+    Token i of n covers the interval [i/n, (i+1)/n) of the response; within a token, the mass is spread evenly.
     """
     total = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
     edges = torch.linspace(0, weights.numel(), length + 1, dtype=weights.dtype)
@@ -248,9 +248,9 @@ def _copy_with_state(transform: _Some, **state: object) -> _Some:
 
 @dataclass(frozen=True)
 class CrossPair:
-    """Another answer's weights, resampled to this one's length: keeps position profile and smoothness, not content.
+    """Uses another response's weights, resampled to this length: keeps position profile and smoothness, not content.
 
-    The donor is a row of the same side of another training pair, drawn by (seed, pair id, side).
+    The donor is the same side's row of another training pair, drawn by (seed, pair id, side).
     """
 
     seed: int = 0
@@ -269,7 +269,7 @@ class CrossPair:
         return _copy_with_state(self, pool={side: sorted(pool[side], key=_get_pair_id) for side in pool})
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """Returns a donor's weights on this row's tokens, at this row's total."""
+        """Returns a donor's weights, resampled to this row's tokens and rescaled to its total."""
         _check_fitted(bool(self.pool), self)
         rows = self.pool.get(row.side, [])
         own = bisect_left(rows, row.pair_id, key=_get_pair_id)  # the first row of this pair, which is no donor
@@ -287,7 +287,7 @@ def _get_pair_id(item: tuple[str, Float[Tensor, " _"]]) -> str:
 
 @dataclass(frozen=True)
 class PositionProfile:
-    """Mean mass of the training set by relative position (``bins`` bins): are the weights a function of position?"""
+    """Mean mass in the training set by relative position (``bins`` bins): tests if weights depend only on position."""
 
     bins: int = 20
     profile: tuple[float, ...] = field(default=(), init=False, repr=False)
@@ -298,14 +298,14 @@ class PositionProfile:
         check_at_least("transform PositionProfile", 1, bins=self.bins)
 
     def fit(self, rows: Iterable[WeightRow]) -> "PositionProfile":
-        """Returns a copy with the mean mass of each bin; every row counts equally."""
+        """Returns a copy with the mean mass of each bin; all rows count equally."""
         masses = [resample(_normalize_row(row.weights), self.bins) for row in rows if row.weights.numel()]
         if not masses:
-            raise UserError("transform PositionProfile has no training rows to fit: check the training data")
+            raise UserError("transform PositionProfile has no training rows to fit on: check the training data")
         return _copy_with_state(self, profile=tuple(torch.stack(masses).double().mean(0).tolist()))
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """Returns the profile on this row's tokens, at this row's total."""
+        """Returns the profile over this row's tokens, rescaled to the row's total."""
         _check_fitted(bool(self.profile), self)
         profile = torch.tensor(self.profile, dtype=row.weights.dtype)
         return _rescale_to_total(resample(profile, row.weights.numel()), row.weights)
@@ -313,7 +313,7 @@ class PositionProfile:
 
 @dataclass(frozen=True)
 class TokenProfile:
-    """Mean of ``n * w`` by token id over the training set: tests whether the weights depend on words only.
+    """Mean of ``n * w`` by token id over the training set: tests whether the weights depend only on words.
 
     Unseen ids get 1, the mean of all. With ``position``, the token's factor is multiplied by the position profile.
     """
@@ -329,7 +329,7 @@ class TokenProfile:
         check_at_least("transform TokenProfile", 1, bins=self.bins)
 
     def fit(self, rows: Iterable[WeightRow]) -> "TokenProfile":
-        """Returns a copy with the mean factor of every token id in the training rows."""
+        """Returns a copy with the mean factor of each token id in the training rows."""
         kept: Sequence[WeightRow] = [row for row in rows if row.weights.numel()]
         sums: defaultdict[int, float] = defaultdict(float)
         counts: defaultdict[int, int] = defaultdict(int)
@@ -339,12 +339,12 @@ class TokenProfile:
                 sums[token] += value
                 counts[token] += 1
         if not sums:
-            raise UserError("transform TokenProfile has no training rows to fit: check the training data")
+            raise UserError("transform TokenProfile has no training rows to fit on: check the training data")
         places = PositionProfile(self.bins).fit(kept) if self.position else None
         return _copy_with_state(self, words={token: sums[token] / counts[token] for token in sums}, places=places)
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """Returns the factors of this row's tokens, at this row's total."""
+        """Returns the factors of this row's tokens, rescaled to the row's total."""
         _check_fitted(bool(self.words), self)
         factors = [self.words.get(token, 1.0) for token in row.token_ids.tolist()]
         new = torch.tensor(factors, dtype=row.weights.dtype)
@@ -355,10 +355,10 @@ class TokenProfile:
 
 @dataclass(frozen=True)
 class Branched:
-    """Moves each weight to the nearby position where the answer was least determined: credits choice, not outcome.
+    """Moves each weight to the nearby position with the least predictable token: credits choice, not outcome.
 
     Candidates are the token's own position and the ``reach`` positions before it. The weight moves to the candidate
-    whose token was least predictable from the previous token, measured by entropy over the training responses (with
+    whose token was least predictable from the previous token, measured by entropy over the training responses (among
     ties, to the nearest one). Positions after unseen tokens have entropy 0; they get weight only if all candidates have
     entropy 0.
     """
@@ -379,11 +379,11 @@ class Branched:
             for before, word in zip([START, *ids], ids, strict=False):
                 follows[before][word] += 1
         if not follows:
-            raise UserError("transform Branched has no training rows to fit: check the training data")
+            raise UserError("transform Branched has no training rows to fit on: check the training data")
         return _copy_with_state(self, entropies={before: _entropy(counts) for before, counts in follows.items()})
 
     def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
-        """Returns the row with its weights moved; the total is kept."""
+        """Returns the row with its weights moved; the total is preserved."""
         _check_fitted(bool(self.entropies), self)
         ids = row.token_ids.tolist()
         open_to = [self.entropies.get(before, 0.0) for before in [START, *ids][: len(ids)]]

@@ -1,4 +1,4 @@
-"""Settings of a verbalizer: the model that scores the parts of responses, and the prompts. No model is loaded here."""
+"""Settings of a verbalizer: the model that scores the parts of responses, and its prompts. No model is loaded here."""
 
 import re
 from collections.abc import Sequence
@@ -60,14 +60,14 @@ class ScoreTemplate:
         return [*turns, Message(role="user", content=user)]
 
 
-class ScoreQuestions:
-    """Builds the prompts about single responses. Nothing is cut: a prompt that does not fit is refused.
+class ScorePromptBuilder:
+    """Builds prompts that ask for scores of one response. Nothing is truncated: a prompt that does not fit is rejected.
 
     Args:
-        template: the wording.
-        asked: the chat format of the model that is asked.
-        trained: the chat format of training. Scores are assigned to its tokens, so that each training token has its
-            score without alignment, whichever model is asked.
+        template: the prompt template.
+        asked: the chat format of the model that scores.
+        trained: the chat format of training. Scores are assigned to its tokens, so each training token gets its score
+            without alignment, whichever model scores.
         room: maximum number of tokens of a prompt; None for no limit.
 
     Raises UserError if the template has a system message and the model's chat template accepts none.
@@ -81,12 +81,12 @@ class ScoreQuestions:
             asked.prompt_ids(template.messages("a", "a"))
         except RefusedText as problem:
             raise UserError(
-                f"the verbalizer's chat template refuses its prompt ({problem}); if it does not support system "
+                f"the verbalizer's chat template rejects its prompt ({problem}); if it does not support system "
                 "messages, set verbalizer.system_file=null and put the instructions into verbalizer.template_file"
             ) from problem
 
     def build_prompt(self, pair: PreferencePair, side: str) -> list[Message]:
-        """Returns the chat prompt about one response.
+        """Returns the chat prompt for one response.
 
         Raises RefusedText if the prompt is too long for the model, if its text cannot be encoded, or if the response
         has no text to score.
@@ -105,13 +105,13 @@ class ScoreQuestions:
         return messages
 
     def messages(self, pair: PreferencePair, side: str) -> list[Message]:
-        """Returns the chat prompt, whether or not it fits."""
+        """Returns the chat prompt, even if it is too long."""
         return self.template.messages(question_text(pair.prompt), judged_text(pair, side))
 
     def training_tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the response's training tokens with characters, before any truncation, and their character ranges.
 
-        If the response has a separately weighed trace, only the tokens of the answer are returned.
+        If the response has a separately weighted trace, only the tokens of the answer are returned.
         """
         whole, begins = self.trained.encode(pair.prompt, pair.response(side)), weighted_start(pair, side)
         held: Sequence[tuple[int, tuple[int, int]]] = [
@@ -122,7 +122,7 @@ class ScoreQuestions:
         return [token for token, _ in held], [place for _, place in held]
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns wording, prompt limit, and the chat formats of both models."""
+        """Returns the template, the prompt limit, and the chat formats of both models."""
         return {
             "wording": digest([self.template.system, self.template.user]),
             "room": self.room,
@@ -132,11 +132,11 @@ class ScoreQuestions:
 
 
 @runtime_checkable
-class GeneratorMaker(Protocol):
-    """Makes a generator from a loaded model, for answers that are not decoded freely."""
+class GeneratorFactory(Protocol):
+    """Builds a generator from a loaded model, for answers that are not decoded freely."""
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns every setting that changes an answer."""
+        """Returns all settings that affect the answers."""
 
     def make_generator(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> Generator:
         """Returns the generator."""
@@ -146,11 +146,11 @@ class GeneratorMaker(Protocol):
 class Verbalizer:
     """Settings of a verbalizer: the model that scores the parts of responses, and the prompts.
 
-    ``template_file``: the user message, with {question} and {answer}; ``system_file``: the system message, if any.
-    ``path`` None is the run's own model and chat format. A pair is dropped if its prompt leaves no room for
-    ``sampling.max_new_tokens`` within ``max_length`` tokens (None: the model's positions). A batch has at most
-    ``batch_size`` prompts and ``token_budget`` tokens; both change answers only by rounding. ``known_parts``: a
-    component for models that cannot quote: it feeds the parts of a response to the model and reads one score each.
+    ``template_file``: the user message, with {question} and {answer}; ``system_file``: the system message, if any. If
+    ``path`` is None, the run's own model and chat format are used. A pair is dropped if its prompt leaves no room for
+    ``sampling.max_new_tokens`` within ``max_length`` tokens (None: the model's maximum). A batch has at most
+    ``batch_size`` prompts and ``token_budget`` tokens; both affect answers only through rounding. ``known_parts``: a
+    component for models that cannot quote; it feeds the parts of a response to the model and reads a score for each.
     """
 
     template_file: str
@@ -163,7 +163,7 @@ class Verbalizer:
     batch_size: int = field(default=16, metadata=BOOKKEEPING)
     token_budget: int = field(default=65536, metadata=BOOKKEEPING)
     max_length: int | None = None
-    known_parts: GeneratorMaker | None = None
+    known_parts: GeneratorFactory | None = None
 
     def __post_init__(self) -> None:
         check_choice("verbalizer.dtype", self.dtype, DTYPES)
@@ -176,7 +176,7 @@ class Verbalizer:
         return ScoreTemplate.from_files(find_file(self.template_file, "verbalizer.template_file"), system)
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists keys without effect: sampling keys if decoding is greedy, the model's keys if it is the run's own."""
+        """Lists keys without effect: sampling keys if decoding is greedy, model keys if the run's own model is used."""
         found: dict[str, str] = {}
         if self.sampling.temperature == 0:
             found |= dict.fromkeys(

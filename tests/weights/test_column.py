@@ -85,11 +85,15 @@ def test_a_template_that_strips_the_response_cuts_nothing() -> None:
         (Column(end_token=None), [1, 2, 3], r"expected 4 numbers, .* training tokens and end tokens, got 3"),
         (Column(), [1, math.nan, 3], r"entry 1: expected a finite number, got nan"),
         (Column(), [1, "2", 3], r"entry 1: expected a finite number, got '2'"),
-        (Column(), None, r"expected a list, got None; every row needs its weights"),
+        (Column(), None, r"expected a list, got None; every row needs weights"),
         (Column(), "123", r"expected a list, got '123'"),
         (Column(), [1, -2, 3], r"entry 1: expected at least 0 with weights\.kind=factor, got -2; .*weights\.signed"),
         (Column(kind=Kind.DISTRIBUTION), [1, -2, 3], r"expected at least 0 with weights\.kind=distribution, got -2"),
-        (Column(kind=Kind.DISTRIBUTION), [0, 0, 0], r"needs weight on some of the 4 training tokens, but all are 0"),
+        (
+            Column(kind=Kind.DISTRIBUTION),
+            [0, 0, 0],
+            r"on at least one training token, but all 4 are 0",
+        ),
     ],
 )
 def test_numbers_that_are_no_weights_name_pair_side_and_column(source: Column, cell: object, message: str) -> None:

@@ -126,7 +126,9 @@ def test_what_a_source_says_of_itself(option: str) -> None:
     if isinstance(source, TextSource):
         assert source.tokens == "train" and source.layers_to_store(3) == () and source.resolve(4) == source
         assert source.capture_fingerprint()["source"] == option
-        with pytest.raises(UserError, match=rf"computes the weights of {type(source).__name__} itself.*attnpo\.fit"):
+        with pytest.raises(
+            UserError, match=rf"weights of {type(source).__name__} are computed in each run.*attnpo\.fit"
+        ):
             source.capture([], None, ())
     if isinstance(source, OnlineSource):
         assert online_statistics(source) == source.statistics

@@ -21,7 +21,7 @@ from attnpo.text.traces import answer_start
 from attnpo.weights.base import ScorerModel, WeightSource
 from attnpo.weights.capture import WEIGHTS, UnreadablePair, load_captured, store_captured
 from attnpo.weights.pipeline import (
-    PairToWeigh,
+    PairInputs,
     TrainingWeights,
     apply_transform,
     compute_source_weights,
@@ -144,13 +144,13 @@ def outcome(work: Callable[[], ExampleSet]) -> tuple[Any, ...]:
 
 def one_by_one(
     source: WeightSource,
-    pairs: Iterable[PairToWeigh],
+    pairs: Iterable[PairInputs],
     method: AlignMethod,
     transforms: Any,
     *,
     layers: tuple[StoredRow, ...],
 ) -> Iterator[TrainingWeights]:
-    """Weighs pair by pair, which ``weigh_pairs`` is held to; test_pipeline works one pair out by hand."""
+    """Computes weights pair by pair, the standard for ``iterate_training_weights``; test_pipeline has one by hand."""
     for raw, encoded, pair in pairs:
         yield training_weights(source, raw, encoded, method, transforms, layers=layers, pair=pair)
 
@@ -170,7 +170,7 @@ def both_ways(
 
     now = outcome(work)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "weigh_pairs", one_by_one)
+        patch.setattr(prepare, "iterate_training_weights", one_by_one)
         then = outcome(work)
     for mine, other in zip(now[0], then[0], strict=True) if isinstance(now[0], list) else ():
         assert mine == other

@@ -207,7 +207,7 @@ def test_a_factor_on_training_tokens_is_used_as_it_is() -> None:
 
 def test_sign_and_ids_of_a_factor_are_checked() -> None:
     assert training_weights(Signed(), factor([1.0, -1.0, 0.0, 0.0]), BOTH).chosen.tolist()[1] == -1.0
-    with pytest.raises(UserError, match="pair p1, chosen: Native is declared as not signed"):
+    with pytest.raises(UserError, match="pair p1, chosen: Native is declared unsigned"):
         training_weights(Native(), factor([1.0, -1.0, 0.0, 0.0]), BOTH)
     with pytest.raises(UserError, match="captured for different training token ids"):
         training_weights(Native(), factor([1.0, 1.0, 0.0, 0.0], (10, 11, 13, EOS)), BOTH)
@@ -242,7 +242,7 @@ def test_a_native_source_sees_the_pair_and_its_weights_are_used_as_they_are() ->
     ("values", "said"),
     [
         ((1.0, float("nan"), 0.0, 0.0), "expected finite weights, got nan at token 1 of 4"),
-        ((1.0, -1.0, 0.0, 0.0), "Own is declared as not signed, got -1"),
+        ((1.0, -1.0, 0.0, 0.0), "Own is declared unsigned, got a weight of -1"),
         ((0.0, 0.0, 0.0, 0.0), "Own is declared as a distribution, but all 4 weights are 0"),
         ((0.5, 0.5), r"expected 4 weights from Own, one for each training token, got shape \(2,\)"),
     ],

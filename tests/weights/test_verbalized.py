@@ -18,7 +18,7 @@ from attnpo.weights.readers import VerbalizerStatistics, answer_statistics
 from attnpo.weights.score_parser import NO_PARTS, NOT_IN_RESPONSE, ScoredSpan, parse_scores
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.verbalized import LoadedVerbalizer, Verbalized, spread_scores
-from attnpo.weights.verbalizer_settings import ScoreQuestions
+from attnpo.weights.verbalizer_settings import ScorePromptBuilder
 
 GREEDY = Sampling(max_new_tokens=64, temperature=0.0)
 GOOD = PreferencePair.from_texts([{"role": "user", "content": "eggs"}], "Boil them. Then peel.", "No idea.")
@@ -26,7 +26,7 @@ LONG = PreferencePair.from_texts([{"role": "user", "content": "eggs"}], "Boil " 
 
 
 @dataclass
-class Words(ScoreQuestions):
+class Words(ScorePromptBuilder):
     """Asks in few words; tokens are words with the blank before them; at most ``room`` characters are shown."""
 
     room: int = 100

@@ -1,4 +1,4 @@
-"""Judge attention: the attention of the verdict position to the tokens of both responses."""
+"""Judge attention: attention from the verdict position to the tokens of both responses."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,14 +22,14 @@ STORE_LAYERS = ("all", "selected")
 
 @dataclass(frozen=True)
 class Attention(CapturedSource):
-    """Attention of the last prompt token (the one that predicts the verdict).
+    """Attention from the last prompt token (the one that predicts the verdict).
 
     ``layer``: 1-based number, "last", or a fraction of the layers with attention. ``layers``: if not empty, these
     layers are averaged instead (Differs from the authors' "mean" sources: those sum the layers, which scales beta).
-    ``store_layers``: "all" stores every layer with attention, so that a layer study needs one judge pass; "selected"
+    ``store_layers``: "all" stores every layer with attention, so a layer study needs only one judge pass; "selected"
     stores only the requested ones. ``heads``: the query heads (from 1) to average in each of these layers; empty for
-    all. If heads are given, the rows of every head are stored in a separate table, so another choice needs no new judge
-    pass.
+    all. If heads are given, the rows of every head are stored in a separate table, so other heads can be selected
+    without a new judge pass.
     """
 
     layer: int | str = "last"
@@ -56,7 +56,7 @@ class Attention(CapturedSource):
         return replace(self, layer=resolve_layer(self.layer, num_layers), layers=layers)
 
     def rows_to_read(self) -> tuple[StoredRow, ...]:
-        """Returns the rows that are averaged, layers or chosen heads; UserError if unresolved."""
+        """Returns the rows to average, layers or selected heads; UserError if unresolved."""
         layers = []
         for layer in self.layers or (self.layer,):
             if isinstance(layer, str):
@@ -74,14 +74,14 @@ class Attention(CapturedSource):
         return tuple(row for row in means.rows_to_read() if isinstance(row, int))
 
     def rows_to_store(self, num_layers: int, num_heads: Callable[[], int]) -> tuple[StoredRow, ...]:
-        """Returns the layers to store, or every head of each if heads are chosen.
+        """Returns the layers to store, or every head of each if heads are selected.
 
-        UserError if a chosen head exceeds the judge's ``num_heads``.
+        UserError if a selected head exceeds the judge's ``num_heads``.
         """
         return self.heads_to_store(num_layers, num_heads()) if self.heads else self.layers_to_store(num_layers)
 
     def heads_to_store(self, num_layers: int, num_heads: int) -> tuple[HeadRow, ...]:
-        """Returns every head of the layers to store; UserError if a chosen head exceeds ``num_heads``."""
+        """Returns every head of the layers to store; UserError if a selected head exceeds ``num_heads``."""
         outside = [head for head in self.heads if not 1 <= head <= num_heads]
         if outside:
             raise UserError(
@@ -91,20 +91,20 @@ class Attention(CapturedSource):
         return tuple(HeadRow(row, head) for row in self.layers_to_store(num_layers) for head in range(1, num_heads + 1))
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns the rows stored at the verdict position: the mean over heads, or every head if some are chosen."""
+        """Returns the rows stored at the verdict position: the mean over heads, or every head if some are selected."""
         return {"source": "attention", "position": "last_prompt_token", "heads": "each" if self.heads else "mean"}
 
     def capture(
         self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[StoredRow, ...]
     ) -> list[PairWeights]:
-        """Returns both judge rounds of each pair, float32 rows of ``layers``, from one call of the judge."""
+        """Returns both judge rounds of each pair, as float32 rows of ``layers``, from a single judge call."""
         numbers = tuple(dict.fromkeys(row.layer if isinstance(row, HeadRow) else row for row in layers))
         per_head = any(isinstance(row, HeadRow) for row in layers)
         rows = partial(select_rows, numbers=numbers, wanted=layers)
         return capture_judge_rounds("attention", pairs, reader, rows, numbers, per_head=per_head)
 
     def select(self, captured: PairWeights, layers: tuple[StoredRow, ...]) -> PairWeights:
-        """Reduces ``captured`` to one row: the mean over the chosen heads (or all), then over the requested layers."""
+        """Reduces ``captured`` to one row: the mean over the selected heads (or all), then over the given layers."""
         absent = [row for row in self.rows_to_read() if row not in layers]
         if absent:
             raise UserError(
@@ -132,7 +132,7 @@ def _describe_row(row: StoredRow) -> str:
 
 
 def select_rows(reading: JudgeReading, numbers: Sequence[int], wanted: Sequence[StoredRow]) -> Tensor:
-    """Selects the ``wanted`` rows from a reading of the layers ``numbers``. UserError if a head does not exist."""
+    """Selects the ``wanted`` rows from the attention of the layers ``numbers``. UserError if a head does not exist."""
     heads = [row for row in wanted if isinstance(row, HeadRow)]
     if not heads:
         return reading.rows
@@ -160,7 +160,7 @@ def capture_judge_rounds(
     per_head: bool = False,
     rollout: bool = False,
 ) -> list[PairWeights]:
-    """Returns both judge rounds of each pair from one call of the judge; ``rows_of`` extracts the rows.
+    """Returns both judge rounds of each pair from a single judge call; ``rows_of`` extracts the rows.
 
     A pair that cannot be shown to the judge is returned as ``UnreadablePair``. UserError naming ``source`` if there is
     no judge.
@@ -186,7 +186,7 @@ def capture_judge_rounds(
 
 
 def _build_prompts(pair: PreferencePair, builder: PromptBuilder) -> tuple[JudgePrompt, JudgePrompt]:
-    """Builds the prompts of a pair; raises RefusedText, whose reason fits all such pairs, if it cannot be judged."""
+    """Builds the prompts of a pair; raises RefusedText, with a generic reason, if it cannot be judged."""
     try:
         rounds = builder.build(pair)
     except UserError as problem:
@@ -201,7 +201,7 @@ def _build_prompts(pair: PreferencePair, builder: PromptBuilder) -> tuple[JudgeP
 
 
 def _make_round(prompt: JudgePrompt, rows: Float[Tensor, "layers T"], reading: JudgeReading) -> JudgeRound:
-    """Makes the round of one prompt: the rows on the spans of both responses, and the verdict."""
+    """Builds the round of one prompt: the rows restricted to the spans of both responses, and the verdict."""
     sides = {}
     for side in SIDES:
         start, end = prompt.spans[side]

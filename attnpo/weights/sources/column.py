@@ -1,4 +1,4 @@
-"""Token weights and masks from the dataset, as a column of numbers or of character spans per response."""
+"""Token weights and masks from the dataset: a column with numbers or character spans for each response."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from attnpo.weights.postprocess import normalize
 
 
 class ColumnForm(Enum):
-    """Format of a column's list: a number per training token, or spans of characters."""
+    """Format of a column's list: a number per training token, or character spans."""
 
     TOKENS = "tokens"
     SPANS = "spans"
@@ -27,15 +27,15 @@ class ColumnForm(Enum):
 class Column(TextSource):
     """Weights from the data columns ``chosen`` and ``rejected``: factors or a distribution, depending on ``kind``.
 
-    TOKENS: a list with one number for every training token of the full response that contains a character of it; true
-    and false count as 1 and 0. If a long response is cut, the numbers of the remaining tokens are used. SPANS: a list
+    TOKENS: a list with one number for each training token of the full response that contains some of its text; true and
+    false count as 1 and 0. If a long response is truncated, the numbers of the remaining tokens are used. SPANS: a list
     of ``[start, end]``, ``[start, end, weight]`` or mappings with these keys: half-open character ranges of the
-    response as stored in the pair, without overlap, with a default weight of 1. A token gets the mean over its
+    response as stored in the pair, without overlap, with a default weight of 1. A token gets the mean weight of its
     characters; characters outside all spans get ``elsewhere``.
 
-    ``end_token``: the weight of tokens without a character of the response (end of turn); None means that lists of
-    tokens include numbers for these tokens. A distribution is normalised over the remaining training tokens.
-    ``signed``: factors may be negative.
+    ``end_token``: the weight of tokens without a character of the response (end of turn); None means that TOKENS lists
+    include numbers for these tokens. A distribution is normalised over the remaining training tokens. ``signed``:
+    factors may be negative.
     """
 
     chosen: str = "chosen_weights"
@@ -69,14 +69,14 @@ class Column(TextSource):
         return self.chosen, self.rejected
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists the key that has an effect on spans only."""
+        """Lists the key that affects only spans."""
         return {"elsewhere": "weights.form=tokens"} if self.form is ColumnForm.TOKENS else {}
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """Returns the weights of the m training tokens, float32.
 
         UserError naming pair, side and column if an entry is missing, has the wrong length, is not a number, is
-        negative without being declared as signed, or if a distribution has no mass.
+        negative although not declared signed, or if a distribution has no mass.
         """
         name = self.chosen if side == "chosen" else self.rejected
         where = f"pair {pair.pair_id}, {side}, column {name!r}"
@@ -89,13 +89,13 @@ class Column(TextSource):
             return row.float()
         if not bool(row.any()):
             raise UserError(
-                f"{where}: weights.kind=distribution needs weight on some of the {row.numel()} training tokens, but "
-                "all are 0: drop the pair, give it weights, or set weights.kind=factor, which allows zero weights"
+                f"{where}: weights.kind=distribution needs a weight above 0 on at least one training token, but "
+                f"all {row.numel()} are 0: drop the pair, add weights, or set weights.kind=factor, which allows zeros"
             )
         return normalize(row).float()
 
     def _token_weights(self, cell: Sequence[object], text: str, encoded: EncodedResponse, where: str) -> Tensor:
-        """Returns the column's numbers on the training tokens, without the tokens that were cut."""
+        """Returns the column's values for the training tokens, without truncated tokens."""
         values = [self._check_weight(value, f"{where}, entry {place}") for place, value in enumerate(cell)]
         own = [place for place, (start, end) in enumerate(encoded.offsets) if end > start or self.end_token is None]
         held = [(start, end) for start, end in encoded.offsets if end > start]
@@ -108,7 +108,7 @@ class Column(TextSource):
             raise UserError(
                 f"{where}: expected {least}{len(own)} numbers, one for each of this run's training tokens "
                 f"{'and end tokens' if self.end_token is None else 'that contain a character'}, got {len(values)}; "
-                "make the lists with this model's tokenizer, or set weights.form=spans, which needs no tokenizer"
+                "create the lists with this model's tokenizer, or set weights.form=spans, which needs no tokenizer"
             )
         row = torch.full((len(encoded.offsets),), self.end_token or 0.0, dtype=torch.float64)
         kept = values[len(values) - len(own) :] if cut_front else values[: len(own)]
@@ -116,7 +116,7 @@ class Column(TextSource):
         return row
 
     def _span_weights(self, cell: Sequence[object], text: str, encoded: EncodedResponse, where: str) -> Tensor:
-        """Returns the mean weight over each token's characters."""
+        """Returns the mean weight of each token's characters."""
         characters = torch.full((len(text),), self.elsewhere, dtype=torch.float64)
         taken = torch.zeros(len(text), dtype=torch.bool)
         for place, entry in enumerate(cell):
@@ -156,7 +156,7 @@ def _read_cell(pair: PreferencePair, name: str, where: str, key: str) -> Sequenc
         )
     cell = pair.extra[name]
     if not isinstance(cell, Sequence) or isinstance(cell, str | bytes):
-        raise UserError(f"{where}: expected a list, got {shorten(repr(cell))}; every row needs its weights")
+        raise UserError(f"{where}: expected a list, got {shorten(repr(cell))}; every row needs weights")
     return cell
 
 

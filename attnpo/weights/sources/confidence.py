@@ -1,4 +1,4 @@
-"""Selections of tokens by the current policy's statistics, new in every step: ConfPO, Selective-DPO, high entropy."""
+"""Token selection by the current policy's statistics, repeated in every step: ConfPO, Selective-DPO, high entropy."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,7 @@ from attnpo.schema import Kind, PreferenceBatch, TokenStats, check_range
 from attnpo.weights.base import OnlineSource, PairedWeights
 
 TIE = 1e-9
-"""Tolerance in nats within which log-probabilities count as equal to the mean, for rounding errors in float64."""
+"""Tolerance in nats within which log-probabilities count as equal to the mean, to absorb float64 rounding errors."""
 
 
 def mark_below_mean(logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) -> Bool[Tensor, "rows R"]:
@@ -30,7 +30,7 @@ def mark_above_quantile(
 
 
 def mark_highest(scores: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], share: float) -> Bool[Tensor, "rows R"]:
-    """Marks the ceil(share n) highest scores of a response's n tokens, including ties with the last one."""
+    """Marks the ceil(share n) highest scores of a response's n tokens, plus ties with the lowest of them."""
     exact = torch.where(mask, scores.double(), -torch.inf)
     # 1e-9, because a share such as 0.2 is not exact, and 0.2 of 5 tokens must be 1.
     count = (share * mask.sum(-1, keepdim=True).double() - 1e-9).ceil().long().clamp(min=1)
@@ -39,7 +39,7 @@ def mark_highest(scores: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], 
 
 
 def equal_shares(kept: Bool[Tensor, "rows R"], dtype: torch.dtype) -> Float[Tensor, "rows R"]:
-    """Returns 1/k on each of a row's k selected tokens, 0 on the others; all 0 for a row without selected tokens."""
+    """Returns 1/k for each of a row's k selected tokens, 0 for the others; all 0 for a row without selected tokens."""
     return kept.to(dtype) / kept.sum(-1, keepdim=True).clamp(min=1).to(dtype)
 
 
@@ -51,23 +51,24 @@ def mark_pairs_with_both_sides(kept: Bool[Tensor, "rows R"]) -> Float[Tensor, " 
 
 @dataclass(frozen=True)
 class Confidence(OnlineSource):
-    """ConfPO: equal weights on the tokens below their response's mean probability; on all tokens before training.
+    """ConfPO: equal weights on tokens below their response's mean probability; before training, on all tokens.
 
-    Under SimPO the weighted sums are means over these tokens, which is the published method. A pair gets pair weight 0
-    if one side has no such token (a single token, or all equally probable). Source: FIELD 1.1, hee-suk-yoon/ConfPO.
+    Under SimPO the weighted sums are means over these tokens, which is the published method. A pair gets a pair weight
+    of 0 if one side has no such token (a single token, or all equally probable). Source: FIELD 1.1,
+    hee-suk-yoon/ConfPO.
     """
 
     name: ClassVar[str] = "confidence"
 
     def weights(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> PairedWeights:
-        """Returns 1/k on the k selected tokens of each row, and a weight of 0 or 1 for each pair."""
+        """Returns 1/k for the k selected tokens of each row, and a weight of 0 or 1 for each pair."""
         kept = mark_below_mean(policy.logps, batch.main.response_mask)
         return equal_shares(kept, policy.logps.dtype), mark_pairs_with_both_sides(kept)
 
 
 @dataclass(frozen=True)
 class Selective(OnlineSource):
-    """Selective-DPO: tokens that the policy has not learnt yet, as factors of 0 and 1; equal weights before training.
+    """Selective-DPO: factor 1 for tokens that the policy has not learnt yet, else 0; equal weights before training.
 
     The score is ``r - p`` on the chosen and ``p - r`` on the rejected response (log-probabilities of reference and
     policy); tokens with a score of at least the response's ``quantile`` are kept. At the first step, when policy and
@@ -87,7 +88,7 @@ class Selective(OnlineSource):
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
-        """Returns 1 on the kept tokens, 0 on the others. ValueError without the reference's log-probabilities."""
+        """Returns 1 for the kept tokens, 0 for the others. ValueError without the reference's log-probabilities."""
         if reference is None:
             raise ValueError("weights=selective needs the reference's log-probabilities, but none were computed")
         gained = policy.logps.double() - reference.logps.double()
@@ -97,7 +98,7 @@ class Selective(OnlineSource):
 
 @dataclass(frozen=True)
 class Entropy(OnlineSource):
-    """Equal weights on the tokens where the policy's entropy is highest; on all tokens before training.
+    """Equal weights on the tokens where the policy's entropy is highest; before training, on all tokens.
 
     ``share``: share of each response's tokens (0.2 in arXiv 2506.01939, which selects over a batch of samples in RL;
     here each response is treated separately). At least one token is kept.
@@ -114,7 +115,7 @@ class Entropy(OnlineSource):
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
-        """Returns 1/k on the k kept tokens of each row. ValueError without the policy's entropies."""
+        """Returns 1/k for the k kept tokens of each row. ValueError without the policy's entropies."""
         if "entropy" not in policy.vocab:
             raise ValueError("weights=entropy needs the statistic vocab:entropy, but it was not computed")
         return equal_shares(

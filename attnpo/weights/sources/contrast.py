@@ -1,7 +1,7 @@
 """Token weights computed by comparing two models: TIS-DPO, cDPO (critical tokens), TGDPO.
 
-The store contains the raw comparison. It is converted into weights on every use, so that another conversion (form)
-needs no new forward pass.
+The store contains the raw comparison. It is converted into weights on each use, so changing the conversion (form) needs
+no new forward pass.
 """
 
 from collections.abc import Mapping
@@ -32,14 +32,14 @@ class ContrastForm(Protocol):
         """Returns the statistic to store per token: its "log_ratio", or its log-probability under the "contrast"."""
 
     def __call__(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
-        """Converts a response's statistics into weights; ``words`` is false on the tokens that only end the turn."""
+        """Converts a response's statistics into weights; ``words`` is False for tokens that only end the turn."""
 
 
 # --------------------------------------------------------------------------------------------- TIS-DPO
 
 
 class RewardTransform(Enum):
-    """Transform of a token's reward in TIS-DPO: one of the four in its code, or its paper's formula."""
+    """Transform of a token's reward in TIS-DPO: one of four from its code, or the formula in its paper."""
 
     SCALE = "scale"
     RANK = "rank"
@@ -71,13 +71,13 @@ class TISDPO:
 
     ``scale``: v clipped to [``low``, ``high``] and mapped linearly onto [``least``, ``most``]. ``rank``: its rank among
     the response's tokens, mapped onto the same range; a single token gets the middle. ``threshold``: v clipped to [low,
-    high], signed. ``binary``: 1 on the highest ``top_percent`` of the tokens (rounded down), 0 elsewhere. These four
-    round v to two decimals and give the end of turn weight 0. ``paper``: ``k exp(mu c)`` on chosen and ``k exp(-mu c)``
-    on rejected tokens, c the unrounded log-ratio clipped to [low, high], on every token.
+    high], signed. ``binary``: 1 for the highest ``top_percent`` of the tokens (rounded down), 0 for the others. These
+    four round v to two decimals and give the end of turn weight 0. ``paper``: ``k exp(mu c)`` on chosen and ``k exp(-mu
+    c)`` on rejected tokens, c the unrounded log-ratio clipped to [low, high], on every token.
 
-    Source: exlaw/TIS-DPO, ``preference_datasets.py``. Differs from it in ties: here equal tokens share a rank, and the
-    earlier ones come first in ``binary``. A response that is cut before its end of turn keeps the weight of its last
-    token.
+    Source: exlaw/TIS-DPO, ``preference_datasets.py``. Differs from it in ties: here tied tokens share a rank, and
+    ``binary`` prefers the earlier ones. A response that is truncated before its end of turn keeps the weight of its
+    last token.
     """
 
     transform: RewardTransform = RewardTransform.SCALE
@@ -162,7 +162,7 @@ class CriticalTokens:
 
 @dataclass(frozen=True)
 class TokenGuided:
-    """TGDPO's factors: ``1 + alpha beta q`` on chosen, ``1 - alpha beta q`` on rejected tokens; they can be negative.
+    """TGDPO's factors: ``1 + alpha beta q`` on chosen, ``1 - alpha beta q`` on rejected tokens; can be negative.
 
     q is the log-ratio of a trained preference model (positive) and the reference (negative), so ``beta q`` is the
     reward of that model; the authors' code has one beta for this and for the objective. Source: dvlab-research/TGDPO,
@@ -188,7 +188,7 @@ class TokenGuided:
 
 @dataclass(frozen=True)
 class Contrast(ComparedSource):
-    """Factors on the training tokens, which ``form`` computes from a comparison of ``positive`` and ``negative``."""
+    """Factors for the training tokens, computed by ``form`` from a comparison of ``positive`` and ``negative``."""
 
     positive: ScorerModel
     negative: ScorerModel
@@ -207,7 +207,7 @@ class Contrast(ComparedSource):
 
     @property
     def signed(self) -> bool:  # type: ignore[override]
-        """Tells whether the form can give negative weights."""
+        """Tells whether the form can produce negative weights."""
         return self.form.signed
 
     @property

@@ -1,4 +1,4 @@
-"""Weights that decay with the position in the response (D2PO)."""
+"""Weights that decay with position in the response (D2PO)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -36,6 +36,6 @@ class Decay(TextSource):
             )
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
-        """Returns the factors of the m training tokens, computed in float64, as float32."""
+        """Returns the float32 factors of the m training tokens, computed in float64."""
         places = torch.arange(len(encoded.response_ids), dtype=torch.float64)
         return (self.gamma ** (places + self.first_exponent)).float()

@@ -1,4 +1,4 @@
-"""Weights on the tokens in which the two answers of a pair differ (DDPO of RLHF-V; FIGA uses the same tokens)."""
+"""Weights on the tokens in which the two responses of a pair differ (DDPO of RLHF-V; FIGA uses the same tokens)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from attnpo.weights.base import TextSource
 
 @dataclass(frozen=True)
 class Edits(TextSource):
-    """Factors: ``changed`` on tokens that the other answer does not have at this place, ``same`` on shared tokens.
+    """Factors: ``changed`` for tokens that the other response lacks at this position, ``same`` for shared tokens.
 
-    Shared runs of less than ``min_match`` tokens count as changed. Tokens without a character of the response (end of
+    Shared runs of fewer than ``min_match`` tokens count as changed. Tokens without a character of the response (end of
     turn) count as shared. ``average`` divides the factors by their sum, so that the sum of the log-ratios becomes a
     weighted mean; if all factors of a response are 0, they stay 0.
 
@@ -36,7 +36,7 @@ class Edits(TextSource):
     def __post_init__(self) -> None:
         check_at_least("weights", 0, changed=self.changed, same=self.same)
         if self.changed == self.same == 0:
-            raise UserError("weights.changed and weights.same are both 0, so no token would count: raise one of them")
+            raise UserError("weights.changed and weights.same are both 0, so all weights would be 0: raise one of them")
         check_at_least("weights", 1, min_match=self.min_match)
 
     def weigh_pair(

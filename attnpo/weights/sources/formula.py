@@ -1,4 +1,4 @@
-"""Weights from your own Python function, given by its import path."""
+"""Weights from your own Python function, specified by its import path."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ from attnpo.weights.postprocess import normalize
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """Argument of a formula: the training tokens of one response, in order, and the texts of its pair.
+    """Argument of a formula: the training tokens of one response, in order, and the text of its pair.
 
-    ``ids``: token ids. ``offsets``: half-open character ranges in ``response``; empty for a token without a character
-    of it (end of turn). ``positions``: 0, 1, ... ``texts``: each token's characters. ``other``: the pair's other
+    ``ids``: token ids. ``offsets``: half-open character ranges in ``response``; empty for a token that contains none of
+    its text (end of turn). ``positions``: 0, 1, ... ``texts``: each token's characters. ``other``: the pair's other
     response. ``side``: "chosen" or "rejected".
     """
 
@@ -42,10 +42,10 @@ Weigh = Callable[[ResponseTokens], Sequence[float] | Tensor]
 
 @dataclass(frozen=True)
 class Formula(TextSource):
-    """Numbers that ``function`` ("package.module.name") assigns to the tokens of each response.
+    """Weights that ``function`` ("package.module.name") assigns to the tokens of each response.
 
-    The function is called with a ``ResponseTokens`` and returns a number for each token, including the end of turn.
-    With ``kind`` factor, the numbers are used unchanged and may be negative only if ``signed``. With ``kind``
+    The function is called with a ``ResponseTokens`` and returns a weight for each token, including the end of turn.
+    With ``kind`` factor, the weights are used unchanged and may be negative only if ``signed``. With ``kind``
     distribution, they must be at least 0 and are divided by their sum. The function's package must be listed in
     ATTNPO_ALLOW_TARGETS, as for every class outside attnpo. The fingerprint includes a digest of the function's source
     file, but not of other modules that this file imports.
@@ -68,10 +68,10 @@ class Formula(TextSource):
             self._source_digests()
 
     def _load_function(self) -> Weigh:
-        """Imports the function. UserError if the name does not lead to a function or may not be imported."""
+        """Imports the function. UserError if the name does not refer to a function or may not be imported."""
         if "." not in self.function:
             raise UserError(
-                f"weights.function: expected an import path such as package.module.name, got {self.function!r}"
+                f"weights.function: expected an import path, e.g. package.module.name, got {self.function!r}"
             )
         target, problem = import_target(self.function, "function")
         if problem:
@@ -83,7 +83,7 @@ class Formula(TextSource):
         return cast(Weigh, target)
 
     def _source_digests(self) -> list[str]:
-        """Returns the source digests of the named module and of the module that defines the function."""
+        """Returns the source digests of the named module and the module that defines the function."""
         function = inspect.unwrap(self._load_function())
         named = getattr(import_module(self.function.rpartition(".")[0]), "__file__", None)
         written = getattr(getattr(function, "__code__", None), "co_filename", None)
@@ -96,7 +96,7 @@ class Formula(TextSource):
         return [file_digest(file) for file in files]
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns the function's name, the kind of the returned numbers, and the digests of the source files."""
+        """Returns the function's name, the kind of the returned weights, and the digests of the source files."""
         return {
             "source": self.name,
             "function": self.function,
@@ -106,7 +106,7 @@ class Formula(TextSource):
         }
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
-        """Returns the function's numbers for the m training tokens, float32.
+        """Returns the function's weights for the m training tokens, float32.
 
         UserError naming pair, side and function if the function raises, returns a wrong number of weights, or returns
         weights that are not finite or do not match the kind.

@@ -1,4 +1,4 @@
-"""TI-DPO's importance: gradients at the policy's input embeddings, mixed with a Gaussian over positions, mean 1."""
+"""TI-DPO's importance: gradients with respect to the policy's input embeddings, mixed with a Gaussian prior, mean 1."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -22,9 +22,9 @@ class NormalizationScope(Enum):
 def position_prior(
     counts: Int[Tensor, " rows"], first: Int[Tensor, " rows"], width: int, divisor: float, dtype: torch.dtype
 ) -> Float[Tensor, "rows R"]:
-    """Returns a Gaussian over the tokens 0..n-1 of each row (sum 1), at ``width`` positions beginning with ``first``.
+    """Returns a Gaussian over the tokens 0..n-1 of each row (sum 1), at ``width`` positions from ``first`` on.
 
-    Mean (n-1)/2, standard deviation max(1, n / divisor). Values past n-1 have no meaning; rows with n = 0 are all 0.
+    Mean (n-1)/2, standard deviation max(1, n / divisor). Values beyond n-1 are meaningless; rows with n = 0 are all 0.
     """
     longest = int(max(int(counts.max()), int(first.max()) + width)) if counts.numel() else width
     places = torch.arange(longest, device=counts.device, dtype=dtype)
@@ -45,9 +45,9 @@ def importance_weights(
 ) -> Float[Tensor, "rows R"]:
     """Returns ``n (lam s_t / sum s + (1 - lam) prior_t)`` on the response's tokens.
 
-    The weights have mean 1 over all n tokens that count.
+    The weights have mean 1 over all n tokens in scope.
 
-    ``before`` and ``tokens_before``: sum and number of the scores before the response that also count. A row without a
+    ``before`` and ``tokens_before``: sum and number of the scores in scope before the response. A row without a
     positive score uses only the prior; a row with a single token has weight 0 (latent-lm/TIDPO).
     """
     zero = torch.zeros((), dtype=scores.dtype, device=scores.device)
@@ -66,8 +66,8 @@ class Gradient(OnlineSource):
 
     ``lam``: the share of the gradients; the prior gets the rest (0.7 in the TI-DPO paper, 0.2 in its code).
     ``prior_sigma_div``: n divided by this is the prior's standard deviation (8 in the code, 4 in the paper). ``scope``:
-    the tokens that count, prompt and response in the code's TDPO step, only the response in its DPO step; the weights
-    of prompt tokens are discarded.
+    the tokens to normalise over: prompt and response in the code's TDPO step, only the response in its DPO step; the
+    weights of prompt tokens are discarded.
     """
 
     lam: float = 0.7
@@ -85,7 +85,7 @@ class Gradient(OnlineSource):
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
-        """Returns the batch's factors, from the policy's gradients at its input embeddings."""
+        """Returns the batch's factors, computed from the policy's gradients with respect to its input embeddings."""
         scores = policy.input_gradient
         if scores is None:
             raise ValueError("weights=gradient needs the statistic input_gradient, but it was not computed")

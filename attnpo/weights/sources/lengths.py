@@ -1,4 +1,4 @@
-"""Weights from the lengths of a pair's two responses, which counteract a preference for longer answers."""
+"""Weights from the lengths of a pair's two responses, to counteract a preference for longer responses."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +13,7 @@ from attnpo.weights.base import OnlineSource
 
 
 class LengthRule(Enum):
-    """Rule for the longer response: keep the beginning, or random tokens."""
+    """Rule for the longer response: keep its first tokens, or random ones."""
 
     TAIL = "tail"
     SUBSAMPLE = "subsample"
@@ -21,7 +21,7 @@ class LengthRule(Enum):
 
 @dataclass(frozen=True)
 class Lengths(OnlineSource):
-    """Factors of 1 on as many tokens of each response as the shorter one has, including the end of turn.
+    """Factors of 1 for as many tokens of each response as the shorter one has, including the end of turn.
 
     TAIL keeps the first tokens, and all later ones get ``alpha`` (LD-DPO; 0 is POET). SUBSAMPLE draws the kept tokens
     at random in every optimizer step, the same ones for policy and reference; all others get 0 (SamPO). A draw depends
@@ -43,13 +43,13 @@ class Lengths(OnlineSource):
         check_seed("weights.seed", self.seed)
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists the key that has an effect only with the other rule."""
+        """Lists the key that only affects the other rule."""
         return {"seed": "weights.rule=tail"} if self.rule is LengthRule.TAIL else {"alpha": "weights.rule=subsample"}
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
-        """Returns the batch's factors, in float32, or in the dtype of the log-probabilities if that is finer."""
+        """Returns the batch's factors in float32, or in the dtype of the log-probabilities if that is more precise."""
         mask = batch.main.response_mask
         shorter = torch.minimum(*mask.sum(-1).chunk(2))
         kept = self._keep_order(batch) < torch.cat([shorter, shorter])[:, None]
@@ -58,7 +58,7 @@ class Lengths(OnlineSource):
         return torch.where(kept, 1.0, low).to(dtype) * mask
 
     def _keep_order(self, batch: PreferenceBatch) -> Int[Tensor, "rows R"]:
-        """Returns the rank of each response token in the order in which tokens are kept, from 0."""
+        """Returns the 0-based rank of each response token in the order in which tokens are kept."""
         mask = batch.main.response_mask
         if self.rule is LengthRule.TAIL:
             return mask.cumsum(-1) - 1

@@ -1,4 +1,4 @@
-"""Weights of whole pairs with equal token weights: from the policy in every step (WPO, MWPO), or from a data column.
+"""Weights for whole pairs with equal token weights: from the policy in each step (WPO, MWPO), or from a data column.
 
 Pair weights multiply a pair's loss, so every objective accepts them, including objectives without token weights.
 """
@@ -25,10 +25,10 @@ def token_mean(values: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) ->
 
 @dataclass(frozen=True)
 class WPO(OnlineSource):
-    """Weights pairs by how likely the current policy is to write the responses: ``min(1, exp(A(c_w) + A(c_l)))``.
+    """Weights pairs by how likely the current policy is to generate the responses: ``min(1, exp(A(c_w) + A(c_l)))``.
 
     ``c_t = p_t - log sum_v prob_v^2`` compares a token's log-probability with the mean probability (as a logarithm) of
-    a token sampled from the policy; A is the mean over a response's tokens. ``clamp`` false leaves weights above 1
+    a token sampled from the policy; A is the mean over a response's tokens. With ``clamp`` false, weights may exceed 1
     (TRL's version). The policy is the current one, without gradient. Source: WPO (Zhou et al. 2024, arXiv 2406.11827),
     with weights aligned to samples.
     """
@@ -52,7 +52,7 @@ class WPO(OnlineSource):
 
 @dataclass(frozen=True)
 class MWPO(OnlineSource):
-    """Weights a pair more if the policy ranks its responses clearly and if the rejected response is longer.
+    """Weights pairs higher if the policy ranks the responses clearly and if the rejected response is longer.
 
     ``sigmoid(m)^alpha sigmoid(length_scale (n_l - n_w))^gamma`` with the implicit reward margin ``m = beta (S(d_w) -
     S(d_l))``, ``d = p - r`` summed over the response; ``per_token`` uses ``margin_scale beta (A(d_w) - A(d_l))``, with
@@ -101,9 +101,9 @@ class MWPO(OnlineSource):
 
 @dataclass(frozen=True)
 class PairColumn(Uniform):
-    """Data column with a weight of at least 0 for each pair, which multiplies the pair's loss.
+    """Data column with a non-negative weight for each pair that multiplies the pair's loss.
 
-    The loss is still divided by the number of pairs in the step. A pair of weight 0 has no effect on training, and is
+    The loss is still divided by the number of pairs in the step. A pair with weight 0 has no effect on training and is
     counted.
     """
 
@@ -126,7 +126,7 @@ class PairColumn(Uniform):
 
 
 def read_pair_weight(row: Mapping[str, object], column: str, pair_id: str) -> float:
-    """Reads a number of at least 0 from ``column`` of a row; UserError naming the pair otherwise."""
+    """Reads a number of at least 0 from ``column`` of a row; raises UserError naming the pair otherwise."""
     if column not in row:
         raise UserError(
             f"weights.column={column}: pair {pair_id} has no such column; it has: {', '.join(sorted(row)) or 'none'}. "

@@ -38,9 +38,9 @@ class LoadedReward:
 
 @dataclass(frozen=True)
 class RewardAttention(Attention):
-    """Attention of the last token, where a reward model computes its reward, to the tokens of the response before it.
+    """Attention from the last token, where a reward model computes its reward, to the response tokens before it.
 
-    The prompt is left out and the rest normalised, which is ABC's credit; layers and heads work as in
+    The prompt is excluded and the rest normalised, which is ABC's credit; layers and heads work as in
     ``weights=attention``. ``path``, ``revision``, ``dtype``, ``chat_template``: the model, a causal LM with a sequence
     classification head. A pair is dropped and counted if a conversation has more than ``max_length`` tokens or a
     response is empty. Differs from ABC: the end-of-turn token at that position gets no weight.
@@ -96,7 +96,7 @@ class RewardAttention(Attention):
         return [captured[pair.pair_id] for pair in pairs]
 
     def _encode_conversations(self, pair: PreferencePair, conversations: ChatFormat) -> list[EncodedResponse]:
-        """Encodes both conversations; raises RefusedText, whose reason fits all such pairs, if they cannot be read."""
+        """Encodes both conversations; raises RefusedText, with a generic reason, if they cannot be read."""
         both = [_encode_conversation(pair, side, conversations) for side in SIDES]
         reason = ""
         if max(len(one.prompt_ids) + len(one.response_ids) for one in both) > self.max_length:
@@ -115,7 +115,7 @@ def _encode_conversation(pair: PreferencePair, side: str, conversations: ChatFor
 
 
 def response_attention(rows: Float[Tensor, "layers T"], encoded: EncodedResponse) -> TokenWeights:
-    """Returns the attention to those tokens of a conversation's response that contain characters of the response."""
+    """Returns the attention to the tokens of a conversation that contain characters of the response."""
     kept = [place for place, (start, end) in enumerate(encoded.offsets) if end > start]
     start = len(encoded.prompt_ids)
     return TokenWeights(

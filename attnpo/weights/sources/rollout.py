@@ -1,4 +1,4 @@
-"""Attention rollout: the verdict position's row of the product of all layers' attention maps (paper, ablations)."""
+"""Attention rollout: the verdict position's row in the product of all layers' attention maps (paper, ablations)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

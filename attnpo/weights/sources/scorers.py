@@ -1,4 +1,4 @@
-"""Raw rows of sources that compare two scorers: one number per training token, stored once, converted on every use."""
+"""Raw rows of sources that compare two scorers: one value per training token, stored once and converted on each use."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ LOG_RATIO = "log_ratio"
 CONTRAST = "contrast"
 
 Rule = Callable[[Float[Tensor, " n"], Bool[Tensor, " n"], str], Float[Tensor, " n"]]
-"""Maps (raw numbers, mask of tokens with characters, side) to the weights of a response."""
+"""Maps (raw values, mask of tokens with characters, side) to the weights of a response."""
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ class Scorer(Protocol):
 
 
 @runtime_checkable
-class TrainingTexts(Protocol):
+class PairEncoder(Protocol):
     """Encodes pairs as training ids; implemented by ``attnpo.data.scoring.RunPairEncoder``."""
 
     def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
@@ -52,10 +52,10 @@ class TrainingTexts(Protocol):
 
 @dataclass(frozen=True)
 class LoadedScorers:
-    """Loaded models, by config key in the source, and the encoder of the pairs that these models read."""
+    """Loaded models by the source's config keys, and the encoder of the pairs that these models read."""
 
     scorers: Mapping[str, Scorer]
-    texts: TrainingTexts
+    texts: PairEncoder
 
 
 def check_scorers(models: Mapping[str, ScorerModel]) -> None:
@@ -117,9 +117,7 @@ class _ScorerInputs(NamedTuple):
     cut: bool
 
 
-def _prepare_inputs(
-    pair: PreferencePair, texts: TrainingTexts, model: ScorerModel, other: ScorerModel
-) -> _ScorerInputs:
+def _prepare_inputs(pair: PreferencePair, texts: PairEncoder, model: ScorerModel, other: ScorerModel) -> _ScorerInputs:
     encoded = texts.encode(pair)
     cut, read = False, []
     for scorer in (model, other):
@@ -164,12 +162,12 @@ def _to_pair_weights(asked: _ScorerInputs, rows: Mapping[str, Float[Tensor, " n"
 
 
 def apply_rule(captured: PairWeights, rule: Rule) -> PairWeights:
-    """Replaces each response's raw row in ``captured`` by ``rule``'s weights, in float64.
+    """Replaces each response's raw row in ``captured`` with ``rule``'s weights, in float64.
 
-    UserError naming the pair and the side if a raw number is not finite.
+    UserError naming the pair and the side if a raw value is not finite.
     """
 
-    def weigh_response(item: TokenWeights, side: str) -> TokenWeights:
+    def convert_row(item: TokenWeights, side: str) -> TokenWeights:
         raw = item.weights[0].double()
         if not bool(raw.isfinite().all()):
             bad = float(raw[~raw.isfinite()][0])
@@ -181,7 +179,7 @@ def apply_rule(captured: PairWeights, rule: Rule) -> PairWeights:
         return replace(item, weights=rule(raw, words, side).to(item.weights.dtype).unsqueeze(0))
 
     rounds = tuple(
-        replace(item, chosen=weigh_response(item.chosen, "chosen"), rejected=weigh_response(item.rejected, "rejected"))
+        replace(item, chosen=convert_row(item.chosen, "chosen"), rejected=convert_row(item.rejected, "rejected"))
         for item in captured.rounds
     )
     return replace(captured, rounds=rounds)

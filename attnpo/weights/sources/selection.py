@@ -15,7 +15,7 @@ from attnpo.weights.sources.scorers import ComparedSource, apply_rule, check_sco
 
 
 def select_top(scores: Float[Tensor, " n"], top_fraction: float, highest: bool) -> Bool[Tensor, " n"]:
-    """Marks the ``int(top_fraction (n - 1))`` highest (or lowest) scores, earlier ties first; never the first token.
+    """Marks the ``int(top_fraction (n - 1))`` highest (or lowest) scores, never the first token; earlier ties win.
 
     Source: SteveKGYang/SePO, ``token_score.py``.
     """
@@ -54,7 +54,7 @@ class Selection(ComparedSource):
         return {"oracle": self.oracle, "reference": self.reference}
 
     def select(self, captured: PairWeights, layers: tuple[StoredRow, ...]) -> PairWeights:
-        """Returns the weights of the selected tokens; 0 everywhere if one side has none."""
+        """Returns the weights of the selected tokens; all 0 if one side has none."""
         chosen = apply_rule(captured, self._selection_weights)
         empty = [not bool(part.weights.any()) for item in chosen.rounds for part in (item.chosen, item.rejected)]
         return apply_rule(captured, lambda raw, words, side: torch.zeros_like(raw)) if any(empty) else chosen

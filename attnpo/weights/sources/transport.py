@@ -1,6 +1,6 @@
-"""Transported mass as weights, recomputed in every training step (OTPO, Li et al. 2025).
+"""Weights from optimal transport, recomputed in every training step (OTPO, Li et al. 2025).
 
-Unbalanced entropic optimal transport between the tokens of two responses, solved to a known accuracy. All numbers are
+Unbalanced entropic optimal transport between the tokens of two responses, solved to a known accuracy. All values are
 float64. The pairs of a batch are independent of each other.
 """
 
@@ -21,7 +21,7 @@ LEAST_REG = 0.002  # costs reach 1, and exp(-1/reg) must fit into a float64
 
 @dataclass(frozen=True)
 class TransportPlan:
-    """Transport plan summed by token: each token's share of the plan, 0 outside the response.
+    """Marginals of a transport plan: the mass of each token, 0 outside the response.
 
     ``chosen`` and ``rejected`` are the plan's row and column sums, each side rescaled to the token count of the shorter
     response; ``scale`` is the plan's mass before rescaling, divided by that count.
@@ -38,7 +38,7 @@ def token_costs(
     chosen_mask: Bool[Tensor, "pairs n"],
     rejected_mask: Bool[Tensor, "pairs m"],
 ) -> Float[Tensor, "pairs n m"]:
-    """Returns the cost of moving each chosen token onto each rejected one, in float64.
+    """Returns the cost of moving each chosen token to each rejected one, in float64.
 
     Costs are at most 1, and 0 where either mask is false.
 
@@ -72,7 +72,7 @@ def sweeps_needed(reg: float, reg_m: float, tolerance: float) -> int:
     Weights do not change when a constant is added to the log scalings, so their error is the range (largest minus
     smallest) of the scalings' errors. Initially that is at most ``f / reg``, as costs are between 0 and 1, and each
     half sweep multiplies it by ``f tanh(1 / (2 reg))``: the logarithm of a product with a positive matrix contracts
-    ranges (Birkhoff), and ``f = reg_m / (reg_m + reg)`` multiplies it.
+    ranges (Birkhoff), and the result is scaled by ``f = reg_m / (reg_m + reg)``.
     """
     shrinks = log1p(reg / reg_m) - log(tanh(1 / (2 * reg)))
     halves = log(2 * reg_m / (reg_m + reg) / reg / tolerance) / shrinks
@@ -87,7 +87,7 @@ def solve_transport(
     reg_m: float,
     sweeps: int,
 ) -> TransportPlan:
-    """Returns the plan of least ``sum G C + reg sum G (log G - 1) + reg_m (KL(G 1 | 1) + KL(G^T 1 | 1))`` per pair.
+    """Returns the plan minimising ``sum G C + reg sum G (log G - 1) + reg_m (KL(G 1 | 1) + KL(G^T 1 | 1))`` per pair.
 
     Each token has mass 1, not normalised; masked rows and columns are excluded. ``costs`` come from ``token_costs``.
     The entropy is plain, not relative to the product of the masses. Sinkhorn sweeps run on the logarithms ``u = f (log
@@ -142,14 +142,14 @@ LEAST_TOLERANCE = 1e-11  # limit of float64 rounding
 
 @dataclass(frozen=True)
 class Transport(OnlineSource):
-    """Mass of each token that the optimal transport between a pair's responses keeps; equal weights before training.
+    """Mass of each token in the optimal transport between a pair's responses; equal weights before training.
 
     Unbalanced transport with an entropy term ``reg`` and a penalty ``reg_m`` on masses other than 1 per token. Costs
     are distances between the policy's last hidden states at the positions that predict the tokens. The weights of each
     side sum to the token count of the shorter response.
 
     The number of Sinkhorn sweeps follows from the settings: it guarantees a relative error of at most ``tolerance`` in
-    every weight of any pair. Settings that need more than ``max_iterations`` sweeps are rejected.
+    every weight of any pair. Settings that require more than ``max_iterations`` sweeps are rejected.
     """
 
     reg: float = 1.0

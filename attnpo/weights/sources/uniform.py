@@ -1,4 +1,4 @@
-"""Equal weights: the control under which TwDPO equals DPO."""
+"""Equal weights: the control for which TwDPO equals DPO."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,7 @@ from attnpo.weights.base import TextSource, equal_weights
 
 @dataclass(frozen=True)
 class Uniform(TextSource):
-    """Weight 1/m on each of the m training tokens, including the end of turn, with |y| = m: TwDPO + Uniform is DPO."""
+    """Weight 1/m on each of the m training tokens, including the end of turn, with |y| = m; TwDPO then equals DPO."""
 
     name: ClassVar[str] = "uniform"
     neutral: ClassVar[bool] = True

@@ -1,7 +1,7 @@
 """Verbalised importance: a model splits each response into parts and scores them from 1 to 5 (paper, ablations).
 
-The paper gives neither the wording of the prompt nor a rule for distributing scores over tokens; both are ours. Scores
-are assigned to the training tokens of the response, so alignment is exact.
+The paper specifies neither the prompt nor a rule for distributing scores over tokens; both are ours. Scores are
+assigned to the training tokens of the response, so alignment is exact.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from attnpo.weights.base import CapturedSource
 from attnpo.weights.capture import prepare_pairs
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.score_parser import ScoredSpan, parse_scores
-from attnpo.weights.verbalizer_settings import ScoreQuestions
+from attnpo.weights.verbalizer_settings import ScorePromptBuilder
 
 # Increase by hand when the same answer would give different raw scores; see CAPTURE_VERSION for the reasons.
 READER = "2"
@@ -37,16 +37,16 @@ READER = "2"
 
 @dataclass(frozen=True)
 class LoadedVerbalizer:
-    """Generator with the questions to ask it and its decoding settings."""
+    """Generator with its prompts and decoding settings."""
 
     generator: Generator
-    questions: ScoreQuestions
+    questions: ScorePromptBuilder
     sampling: Sampling
 
 
 @dataclass(frozen=True)
 class Verbalized(CapturedSource):
-    """Score that the model gave to the part that contains a token; 0 if no such part was found.
+    """Score that the model assigned to the part containing a token; 0 if no such part was found.
 
     ``min_coverage``: share of a response's tokens that must have a score (paper: 0.9); pairs with a side below it are
     dropped and counted.
@@ -62,7 +62,7 @@ class Verbalized(CapturedSource):
         check_range("weights", "[0, 1]", min_coverage=self.min_coverage)
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """Returns the rules that turn answers into rows."""
+        """Returns the rules for converting answers into rows."""
         return {"source": "verbalized", "spread": "mean over the token's characters", "reader": READER}
 
     def capture(
@@ -86,8 +86,8 @@ class Verbalized(CapturedSource):
         return [found[pair.pair_id] for pair in pairs]
 
 
-def _score_row(pair: PreferencePair, side: str, answer: str, questions: ScoreQuestions) -> TokenWeights:
-    """Returns the scores that ``answer`` gives to the tokens of one response."""
+def _score_row(pair: PreferencePair, side: str, answer: str, questions: ScorePromptBuilder) -> TokenWeights:
+    """Returns the scores that ``answer`` assigns to the tokens of one response."""
     text, begins = judged_text(pair, side), weighted_start(pair, side)
     ids, places = questions.training_tokens(pair, side)
     shown = [(max(start, begins) - begins, end - begins) for start, end in places]

@@ -37,7 +37,7 @@ def words(encoded: EncodedResponse, text: str, row: torch.Tensor) -> dict[str, f
 def test_it_is_a_source_that_needs_no_capture_but_says_something() -> None:
     assert isinstance(SOURCE, TextSource)
     assert not SOURCE.requires and not is_neutral(SOURCE)
-    with pytest.raises(UserError, match="every run computes the weights of"):
+    with pytest.raises(UserError, match="are computed in each run and never stored"):
         SOURCE.capture([], None, ())
 
 
