@@ -1,7 +1,8 @@
 """attnpo: token-weighted preference optimisation on PyTorch Lightning.
 
-Pairs -> judge -> token weights -> objective -> training: ``PreferenceDataModule`` weighs pairs with a judge's attention
-(``attnpo.judge``, ``attnpo.weights``), ``PreferenceModule`` trains on them with an objective (``attnpo.objectives``).
+Pairs -> judge -> token weights -> objective -> training: ``PreferenceDataModule`` weights pairs with a judge's
+attention (``attnpo.judge``, ``attnpo.weights``), ``PreferenceModule`` trains on them with an objective
+(``attnpo.objectives``).
 
 Exports the Python API (docs/python_api.md); each name loads its module on first use.
 """
@@ -45,7 +46,7 @@ def __getattr__(name: str) -> object:
         AttributeError: ``name`` is not public; the message lists the public names.
     """
     if name not in _HOLDS:
-        raise AttributeError(f"module 'attnpo' has no attribute {name!r}; its public names: {', '.join(_HOLDS)}")
+        raise AttributeError(f"module 'attnpo' has no attribute {name!r}; public names: {', '.join(_HOLDS)}")
     module = import_module(_HOLDS[name])
     value: object = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
     globals()[name] = value
@@ -53,5 +54,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Lists the public names and those already loaded."""
+    """Lists the public names and the names already loaded."""
     return sorted({*globals(), *_HOLDS})

@@ -24,7 +24,7 @@ COMMANDS = {
     "report": "tables and figures of finished runs, studies and evaluations",
 }
 MOVED = ("theory", "verify")
-"""Former commands that only print their new location; removed in 0.2.0."""
+"""Moved commands, which only print their new location; removed in 0.2.0."""
 USAGE = """\
 usage: python -m attnpo COMMAND [...]
 
@@ -41,7 +41,7 @@ Options of a command, with examples:
 
 
 def available_commands() -> dict[str, str]:
-    """Returns the available commands with a one-line description each, without importing their modules."""
+    """Returns the available commands with one-line descriptions, without importing their modules."""
     return {name: line for name, line in COMMANDS.items() if find_spec(f"attnpo.{name}") is not None}
 
 
@@ -75,7 +75,7 @@ def _unknown_command_message(words: Sequence[str]) -> str:
     from attnpo.config.reader import did_you_mean
 
     if "=" in words[0]:
-        return f"{words[0]}: expected a command first, for example `python -m attnpo.fit {shlex.quote(words[0])}`"
+        return f"{words[0]}: expected a command first, e.g. `python -m attnpo.fit {shlex.quote(words[0])}`"
     names = list(available_commands())
     return f"{words[0]}: no such command{did_you_mean(words[0], names)}\ncommands: {', '.join(names)}"
 

@@ -1,6 +1,6 @@
 """``python -m attnpo.evaluate``: evaluates a model on a benchmark; an interrupted evaluation can be resumed.
 
-``benchmark=judge`` writes the judge's passport instead and takes the settings of a training run.
+``benchmark=judge`` writes the judge's passport instead and accepts the settings of a training run.
 """
 
 import sys
@@ -30,7 +30,7 @@ python -m attnpo.evaluate benchmark=judge setting=real_smoke model.path=MODEL da
 
 
 def main(cfg: "EvaluateConfig") -> int:
-    """Runs the evaluation; returns 0, or 1 if some calls got no reply and the command must be repeated."""
+    """Runs the evaluation; returns 0, or 1 if some calls got no reply and the command must be rerun."""
     with import_phase("loading transformers"):
         from attnpo.evaluation.evaluating import evaluate
         from attnpo.evaluation.implicit_reward import fill_from_run

@@ -69,7 +69,7 @@ def _check_before_start(trainer: "TrainerSettings", logger: "LoggerSettings") ->
     """Checks the launcher and the experiment tracker before anything is printed or created.
 
     Raises:
-        UserError: the launcher does not fit the settings, or the tracker is not available.
+        UserError: the launcher is incompatible with the settings, or the tracker is not available.
     """
     from attnpo.training.processes import apply_launcher
 
@@ -121,7 +121,7 @@ def _execute(cfg: "FitConfig", folder: "Path", plan: "StudyPlan | None") -> int:
                     command_text("fit", *resume_arguments(cfg.composed, name)) if world_size() == 1 else "resume=auto"
                 )
                 problem.add_note(
-                    f"the last saved step is {saved[0]}, in {saved[1]}: free space, then continue with {more}"
+                    f"the last saved step is {saved[0]}, in {saved[1]}: free some space, then continue with {more}"
                 )
             raise
         if result is not None:

@@ -1,6 +1,6 @@
-"""``python -m attnpo.generate``: a model's answers to prompts, as JSON lines; running it again adds missing answers.
+"""``python -m attnpo.generate``: generates a model's answers to prompts as JSON lines; a rerun adds missing answers.
 
-Several processes can write one file: under torchrun or SLURM each process answers its share of the prompts.
+Several processes can write to one file: under torchrun or SLURM each process answers its share of the prompts.
 """
 
 import sys
@@ -20,7 +20,7 @@ python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl answering=ope
 
 
 def main(cfg: "AnswerConfig") -> int:
-    """Generates the answers and prints the path of their file; returns 0."""
+    """Generates the answers and prints the path of the output file; returns 0."""
     with import_phase("loading transformers"):
         from attnpo.evaluation.answers import answer_prompts
 

@@ -1,9 +1,9 @@
-"""Every objective as a function of plain tensors, for use in your own trainer: ``from attnpo import losses``.
+"""All objectives as functions of plain tensors, for use in your own trainer: ``from attnpo import losses``.
 
-``losses.NAME_loss`` is the formula of ``objective=NAME`` (docs/objectives.md); training calls the same function. P
-pairs are passed as 2P rows: all chosen responses first, then the rejected ones in the same order. The arguments are
+``losses.NAME_loss`` implements ``objective=NAME`` (docs/objectives.md); training calls the same function. P pairs are
+passed as 2P rows: all chosen responses first, then the rejected ones in the same order. The arguments are
 log-probabilities of the tokens under policy and reference ``[rows T]`` in nats, a mask that is true on response tokens,
-token weights ``[rows T]`` (a distribution over each response, such as ``uniform_weights(mask)``) and ``lengths``
+token weights ``[rows T]`` (a distribution over each response, e.g. ``uniform_weights(mask)``) and ``lengths``
 ``[rows]``, the |y| that a distribution is multiplied by (None for factors, which are used as they are). Values outside
 the response are ignored. The result is an ``ObjectiveOutput``: ``losses`` per pair, with gradient, and the detached
 ``chosen_rewards`` and ``rejected_rewards``.
@@ -105,7 +105,7 @@ def token_kl(
 
 
 def uniform_weights(mask: Bool[Tensor, "rows T"]) -> Float[Tensor, "rows T"]:
-    """Returns weights of 1/n for the n tokens of each response; they reduce every objective to its unweighted form.
+    """Returns weights of 1/n for the n tokens of each response; they reduce any objective to its unweighted form.
 
     Example:
         >>> import torch
@@ -121,6 +121,6 @@ def _label_mask(labels: Int[Tensor, "rows T"]) -> Bool[Tensor, "rows T"]:
     if bool(mask[:, :1].any()):
         raise UserError(
             f"labels: no logit predicts the first token of a row, so its label must be {IGNORED}; row "
-            f"{int(mask[:, 0].nonzero()[0])} has a label there: set it to {IGNORED}, or put a BOS token in front"
+            f"{int(mask[:, 0].nonzero()[0])} has a label there: set it to {IGNORED}, or prepend a BOS token"
         )
     return mask

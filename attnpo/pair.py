@@ -1,6 +1,6 @@
 """``python -m attnpo.pair``: builds preference pairs from several answers to each prompt; resumable.
 
-Several processes can write one file: under torchrun or SLURM each process ranks its share of the prompts.
+Several processes can write to one file: under torchrun or SLURM each process handles its share of the prompts.
 """
 
 import sys
@@ -19,9 +19,9 @@ python -m attnpo.pair answers.path=ANSWERS.jsonl ranker=column ranker.column=sco
 
 
 def main(cfg: "PairConfig") -> int:
-    """Builds the pairs and prints the path of their file.
+    """Builds the pairs and prints the path of the output file.
 
-    Returns 0, or 1 if some answers got no score and the command must be repeated.
+    Returns 0, or 1 if some answers got no score and the command must be rerun.
     """
     from attnpo.evaluation.pairs import make_pairs
     from attnpo.system.processes import world_size

@@ -1,6 +1,6 @@
 """Plain data classes and protocols shared by the package's subpackages.
 
-Contains no behaviour beyond validation of fields.
+Contains no behaviour beyond field validation.
 
 Axis names used throughout: ``pairs`` P, ``rows`` 2P (all chosen rows first, then all rejected rows), ``R`` response
 positions, ``T`` model tokens, ``n`` source tokens of one response, ``m`` training tokens of one response.
@@ -24,10 +24,10 @@ _T = TypeVar("_T")
 
 
 BOOKKEEPING = {"moves_numbers": False}
-"""Metadata of a component's field that, with all values nested in it, changes no computed number beyond rounding."""
+"""Metadata of a component field that, including all nested values, affects no computed number beyond rounding."""
 
 ON_HOST = {"on_host": True}
-"""Metadata of a tensor field that stays on the CPU when other fields are moved to a device."""
+"""Metadata of a tensor field that stays on the CPU when other fields move to a device."""
 
 SEEDS = 2**32
 """Exclusive upper bound of seeds, as in NumPy."""
@@ -36,8 +36,8 @@ SEEDS = 2**32
 def check_range(part: str, bounds: str, **values: float | int | None) -> None:
     """Checks that settings of the config node ``part`` are within ``bounds``; None passes, NaN does not.
 
-    ``bounds`` is an interval in mathematical notation: "[0, 1]" includes its ends, "(0, 1)" excludes them. "[1, inf)"
-    and "(0, inf)" have no upper bound, but infinity itself is rejected.
+    ``bounds`` is an interval in mathematical notation: "[0, 1]" includes its endpoints, "(0, 1)" excludes them. "[1,
+    inf)" and "(0, inf)" have no upper bound, but infinity itself is rejected.
 
     Raises:
         UserError: a value is out of bounds.
@@ -51,7 +51,7 @@ def check_range(part: str, bounds: str, **values: float | int | None) -> None:
 
 
 def join_names(names: Sequence[str], most: int = 3) -> str:
-    """Joins names with commas; beyond ``most`` names, the rest are only counted ("and 4 more")."""
+    """Joins up to ``most`` names with commas and counts the rest ("and 4 more")."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -65,10 +65,10 @@ def check_at_least(part: str, least: int, **values: float | int | None) -> None:
 
 
 def check_seed(key: str, seed: int, count: int = 1) -> None:
-    """Checks that NumPy accepts ``count`` consecutive seeds that start at ``seed``, the value of the key ``key``.
+    """Checks that NumPy accepts ``count`` consecutive seeds starting at ``seed``, the value of the key ``key``.
 
     Raises:
-        UserError: the first or the last seed is out of range.
+        UserError: the first or last seed is out of range.
     """
     if not 0 <= seed <= SEEDS - count:
         raise UserError(f"{key}: expected a whole number from 0 to {SEEDS - count}, got {seed}")
@@ -85,10 +85,10 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
 
 
 class Message(TypedDict):
-    """Chat turn in the Hugging Face convention; an assistant turn may carry a reasoning trace besides its content.
+    """Chat turn in the Hugging Face convention; an assistant turn may also have a reasoning trace.
 
     ``tool_calls`` (on an assistant turn) and ``tools`` (the callable functions, on a prompt's first turn) are JSON
-    lists as text. A turn with role "tool" contains the result of a call and may name the call.
+    lists in string form. A turn with role "tool" contains the result of a call and may name the call.
     """
 
     role: str
@@ -125,9 +125,9 @@ def prompt_identity(prompt: Sequence[Message]) -> list[list[str]]:
 class PreferencePair:
     """One prompt with a chosen and a rejected response.
 
-    ``pair_id`` is a digest of the content, so duplicates share an id (they are allowed). ``extra`` keeps other columns
-    of the row (scores, topics) and is not part of the id. ``apart``: whether reasoning traces at the start of the
-    responses are weighed separately from the answers that follow; judges then read only the answers.
+    ``pair_id`` is a digest of the content, so duplicates share an id (they are allowed). ``extra`` contains the row's
+    other columns (scores, topics) and is not part of the id. ``apart``: whether reasoning traces at the start of the
+    responses are weighted separately from the answers that follow; judges then read only the answers.
     """
 
     pair_id: str
@@ -146,7 +146,7 @@ class PreferencePair:
         extra: Mapping[str, object] | None = None,
         apart: bool = False,
     ) -> "PreferencePair":
-        """Builds a pair with a digest of the content and of ``apart`` as id."""
+        """Builds a pair whose id is a digest of the content and of ``apart``."""
         turns = tuple(copy_message(turn) for turn in prompt)
         key = digest([[list(turn.values()) for turn in turns], chosen, rejected, *(["apart"] if apart else [])])
         return cls(key[:32], turns, chosen, rejected, dict(extra or {}), apart)
@@ -157,7 +157,7 @@ class PreferencePair:
 
 
 def list_pair_ids(pairs: Sequence[PreferencePair]) -> list[str]:
-    """Returns the id of every pair, without reading the pairs if ``pairs`` has an attribute ``ids``."""
+    """Returns the ids of all pairs, without reading the pairs if ``pairs`` has an attribute ``ids``."""
     known: list[str] | None = getattr(pairs, "ids", None)
     return [pair.pair_id for pair in pairs] if known is None else known
 
@@ -168,8 +168,8 @@ SIDES = ("chosen", "rejected")
 class EncodedResponse(NamedTuple):
     """Token ids of a prompt and a response for training.
 
-    ``offsets`` are half-open character ranges in the pair's response text; tokens without any character of the text
-    (end of turn) have an empty range at its end.
+    ``offsets`` are half-open character ranges in the pair's response text; tokens without characters in the text (end
+    of turn) have an empty range at its end.
     """
 
     prompt_ids: list[int]
@@ -193,7 +193,7 @@ class TokenWeights:
 
 
 class TraceLength(NamedTuple):
-    """Number of tokens in a judge's reasoning trace; ``closed``: whether the judge ended the trace itself."""
+    """Number of tokens in a judge's reasoning trace; ``closed``: whether the judge closed the trace itself."""
 
     tokens: int
     closed: bool
@@ -205,7 +205,7 @@ class JudgeRound:
 
     ``verdict_logits`` are the logits of the label tokens (A, B) at the verdict position and ``verdict_token`` is the
     argmax over the vocabulary there; both are None if the verdict was not read. ``cut``: whether the prompt was too
-    long and was truncated. ``trace``: length of the reasoning that the judge wrote before its verdict, if any.
+    long and was truncated. ``trace``: length of the reasoning that the judge generated before its verdict, if any.
     """
 
     chosen_is_a: bool
@@ -230,7 +230,7 @@ class PairWeights:
 
 
 class Kind(Enum):
-    """Kind of a weight row: a distribution sums to 1; factors are used as they are."""
+    """Kind of a row of weights: a distribution sums to 1; factors are used as is."""
 
     DISTRIBUTION = "distribution"
     FACTOR = "factor"
@@ -244,8 +244,8 @@ class Sampling:
     """Decoding settings; ``temperature`` 0 is greedy.
 
     ``presence_penalty`` is subtracted from the logit of every token that the answer already contains, and
-    ``frequency_penalty`` once per occurrence; tokens of the prompt are ignored. ``stop_ids``: token ids that end an
-    answer, in addition to those of the model and its chat format.
+    ``frequency_penalty`` once per occurrence; prompt tokens are ignored. ``stop_ids``: additional token ids that end an
+    answer, besides those of the model and its chat format.
     """
 
     max_new_tokens: int = 256
@@ -302,11 +302,11 @@ class ModelInputs:
     [rows R] is the flat index (into batch*T) of the hidden state that predicts each response token.
 
     ``segments``: None for one sequence per row. Otherwise the batch is a single row of many sequences, described by
-    (start, count, prefix, shared) per segment: tokens start..start+count-1 continue the ``shared`` tokens that begin at
-    ``prefix``, and attend causally to those and to each other. Every token of the row is in exactly one segment.
+    (start, count, prefix, shared) per segment: tokens start..start+count-1 continue the ``shared`` tokens that start at
+    ``prefix``, and attend causally to those and to each other. Each token of the row is in exactly one segment.
     ``segment_rows``: response row of each segment; None means in order. Both stay on the CPU, where attention is
-    planned, so that no step waits for the GPU. ``scored``: row and position of every response token, precomputed for
-    the same reason; None means they follow from the response mask.
+    planned, so no step waits for the GPU. ``scored``: row and position of each response token, precomputed for the same
+    reason; None means they follow from the response mask.
     """
 
     input_ids: Int[Tensor, "batch T"]
@@ -326,8 +326,8 @@ class ModelInputs:
 class InputGradient:
     """Influence of each input token on a model's next token: the L1 norm of the gradient at the token's embedding.
 
-    ``response``: per response token, 0 elsewhere; ``prompt``: sum over the prompt tokens of a row; ``prompt_tokens``:
-    number of those tokens.
+    ``response``: value per response token, 0 elsewhere; ``prompt``: sum over the prompt tokens of a row;
+    ``prompt_tokens``: number of prompt tokens.
     """
 
     response: Float[Tensor, "rows R"]
@@ -339,9 +339,9 @@ class InputGradient:
 class TokenStats:
     """Per-token statistics in response space; positions outside the response mask are 0.
 
-    ``vocab`` has statistics of one model's distribution at each position (entropy, collision), ``joint`` those of two
-    models (kl_ref_policy, ...). ``groups`` has the statistics of the batch's other row groups by name. ``routing``: for
-    a mixture of experts, how often each row's tokens chose each expert, and the summed router probabilities.
+    ``vocab``: statistics of one model's distribution at each position (entropy, collision). ``joint``: statistics of
+    two models (kl_ref_policy, ...). ``groups``: statistics of the batch's other row groups, by name. ``routing``: for a
+    mixture of experts, how often each row's tokens were routed to each expert, and the summed router probabilities.
     """
 
     logps: Float[Tensor, "rows R"]
@@ -358,7 +358,7 @@ class RowGroup:
     """Response rows in response space; the main group has 2P rows, all chosen rows first.
 
     ``token_weights`` maps a channel to its weights; the channel "reward" always contains the distributions or factors
-    aligned with the response tokens. ``factors``: whether these weights are factors, used as they are, instead of
+    aligned with the response tokens. ``factors``: whether these weights are factors, used as is, rather than
     distributions. ``source_lengths`` is |y| as counted by the weight source.
     """
 
@@ -371,18 +371,18 @@ class RowGroup:
     factors: bool = False
 
     def to(self, device: torch.device | str) -> "RowGroup":
-        """Moves every tensor of the rows to ``device``."""
+        """Moves all tensors of the rows to ``device``."""
         return _move_to_device(self, torch.device(device))
 
 
 @dataclass(frozen=True)
 class PreferenceBatch:
-    """Micro-batch of P pairs; ``step_pairs`` is the number of pairs in the whole optimizer step, on all ranks.
+    """Micro-batch of P pairs; ``step_pairs`` is the number of pairs in the whole optimizer step, across all ranks.
 
-    ``step_tokens``: numbers of chosen and rejected response tokens in that step, without void pairs; (0, 0) if they
-    were not counted. ``ahead``: row groups of this rank's whole step that are scored before it; only the first
-    micro-batch carries them. ``state``: sums that the objective computed over those groups. ``step``: number of
-    optimizer steps taken so far; None outside training.
+    ``step_tokens``: numbers of chosen and rejected response tokens in that step, excluding void pairs; (0, 0) if not
+    counted. ``ahead``: row groups of this rank's whole step that are scored before it; only the first micro-batch
+    contains them. ``state``: sums that the objective computed over those groups. ``step``: number of optimizer steps
+    taken so far; None outside training.
     """
 
     groups: Mapping[str, RowGroup]
@@ -406,7 +406,7 @@ class PreferenceBatch:
         return len(self.pair_ids)
 
     def to(self, device: torch.device | str) -> "PreferenceBatch":
-        """Moves every tensor of the batch to ``device``."""
+        """Moves all tensors of the batch to ``device``."""
         return _move_to_device(self, torch.device(device))
 
 
@@ -428,7 +428,7 @@ def _move_to_device(value: _T, device: torch.device) -> _T:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """Per-pair results of an objective. ``losses`` carry gradient; rewards and extras are detached."""
+    """Per-pair results of an objective. ``losses`` carry gradients; rewards and extras are detached."""
 
     losses: Float[Tensor, " pairs"]
     chosen_rewards: Float[Tensor, " pairs"]

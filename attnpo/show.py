@@ -1,4 +1,4 @@
-"""``python -m attnpo.show``: shows a pair token by token; the pair is typed in or comes from data, a run or a step."""
+"""``python -m attnpo.show``: shows a pair token by token, typed in or loaded from data, a run or a saved step."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -61,9 +61,9 @@ KEYS = ("prompt", "chosen", "rejected")
 
 
 def parse_pair_texts(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Extracts the texts given as KEY=TEXT for ``KEYS``; returns them and the remaining words of ``argv`` in order.
+    """Extracts the texts given as KEY=TEXT for ``KEYS``; returns them and the remaining arguments in order.
 
-    ``@FILE`` reads a file and ``-`` standard input, both without the final line break. ``@@`` at the beginning is a
+    ``@FILE`` reads a file and ``-`` reads standard input, both without the final line break. ``@@`` at the start is a
     literal @.
 
     Raises:
@@ -91,7 +91,7 @@ def _check_pair_is_complete(given: Mapping[str, str], rest: Sequence[str]) -> No
     """Checks that a typed pair has all three texts.
 
     Raises:
-        UserError: some texts are missing; the message points to words in ``rest`` that look like a misspelled key.
+        UserError: some texts are missing; the message names words in ``rest`` that look like a misspelled key.
     """
     lacking = [key for key in KEYS if key not in given]
     if not given or not lacking:
@@ -114,7 +114,7 @@ def _read_text(key: str, text: str) -> str:
         read = sys.stdin.read() if text == "-" else Path(text[1:]).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise UserError(
-            f"{key}={text} cannot be read as UTF-8 text ({problem}); for a literal text that begins with @, use @{text}"
+            f"{key}={text} cannot be read as UTF-8 text ({problem}); for literal text starting with @, use @{text}"
         ) from problem
     return read.removesuffix("\n")
 

@@ -6,7 +6,7 @@ MOVED = "the package no longer contains the theory: from a checkout, run python 
 
 
 def __getattr__(name: str) -> object:
-    """Raises an AttributeError that gives the new location."""
+    """Raises an AttributeError that names the new location."""
     raise AttributeError(f"attnpo.theory.{name}: {MOVED}")
 
 

@@ -6,7 +6,7 @@ MOVED = "the tests recompute golden records: from a checkout, run python -m test
 
 
 def __getattr__(name: str) -> object:
-    """Raises an AttributeError that gives the new location."""
+    """Raises an AttributeError that names the new location."""
     raise AttributeError(f"attnpo.verify.{name}: {MOVED}")
 
 

@@ -1,6 +1,6 @@
 """``python -m attnpo.weigh``: stores token weights and, with ``reference=cached``, the reference's log-probabilities.
 
-Any number of processes may fill one store: under torchrun or SLURM each process takes its share of the pairs.
+Any number of processes may fill one store: under torchrun or SLURM each process handles its share of the pairs.
 """
 
 import logging
@@ -24,7 +24,7 @@ torchrun --nproc-per-node 2 -m attnpo.weigh setting=llama3_8b_base_sft hardware=
 
 
 def main(cfg: "WeighConfig") -> int:
-    """Fills the store, then exports the weights if asked to. Logs how many pairs were found and computed; returns 0."""
+    """Fills the store and, if requested, exports weights. Logs how many pairs were found and computed; returns 0."""
     from attnpo.run.messages import log_opening_lines
 
     log_opening_lines("weigh", cfg, None)

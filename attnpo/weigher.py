@@ -1,4 +1,4 @@
-"""``Weigher``: token weights of your own pairs from Python, computed by the same steps as in training."""
+"""``Weigher``: computes token weights for your own pairs from Python, with the same steps as in training."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,11 +50,11 @@ SOURCES = ("attention", "rollout")
 
 
 class Weigher:
-    """Weighs the tokens of preference pairs by the attention of a judge model, as training with that judge would.
+    """Weights the tokens of preference pairs by the attention of a judge model, as training with that judge would.
 
-    The defaults match the command line with ``weights=attention judge=pairwise``. On the first pairs the weigher
+    The defaults match the command line with ``weights=attention judge=pairwise``. On the first pairs, the weigher
     measures how much probability the judge puts on its labels. It logs a warning if that probability is low, and
-    another one if much of the weight does not reach the training tokens (``kept_mass`` of a response).
+    another if much of the weight does not reach the training tokens (``kept_mass`` of a response).
 
     >>> from attnpo import Weigher
     >>> weigher = Weigher(model, layer="last", template="judge/testbed.txt")
@@ -68,41 +68,41 @@ class Weigher:
     >>> weighed.at(layer=1).chosen.weights.shape
     torch.Size([6])
 
-    Many pairs in one call are faster than one call for each. Pass three lists, or rows in any convention that the
-    command line reads; the table of the result has one row per token.
+    One call with many pairs is faster than one call per pair. Pass three lists, or rows in any format that the command
+    line accepts; the resulting table has one row per token.
 
     >>> rows = [{"prompt": "write a review of the film", "chosen": "the film was great .", "rejected": "awful ."}]
     >>> weigher(rows).to_frame()[["side", "token", "relative"]].shape
     (9, 3)
 
     Args:
-        model: a folder, a hub name, or a loaded causal language model. A loaded model stays on its device unless
+        model: a folder, a Hub name, or a loaded causal language model. A loaded model stays on its device unless
             ``device`` is given.
         tokenizer: the model's tokenizer, loaded or by name; None loads it from ``model``. A loaded model needs one.
         layer: 1-based number, "last", or a fraction of the depth, e.g. "1/2".
         source: "attention", "rollout", or a weight source of ``attnpo.weights.sources`` that reads a judge or only the
             texts. Such a source has its own settings (heads, several layers, order of averaging, ...).
-        sink_tokens: number of first tokens that get 1/|y| to remove the attention sink (paper: 1), in responses of at
-            least five judge tokens; 0 keeps their attention.
+        sink_tokens: number of first tokens whose weight is set to 1/|y| to remove the attention sink (paper: 1), in
+            responses of at least five judge tokens; 0 keeps their attention.
         both_orders: whether to average over both orders of the answers (paper); False uses only the order with the
             chosen answer first.
-        template: the judge's wording, as a file (also one of ``configs/``) or as a string with {question}, {answer_a}
-            and {answer_b}.
-        chat: whether the wording becomes a user message of the chat template (True) or is the whole prompt (False).
-        prefill: the beginning of the judge's reply, up to the letter; None for no prefill.
+        template: the judge prompt, as a file (including those in ``configs/``) or as a string with {question},
+            {answer_a} and {answer_b}.
+        chat: whether the judge prompt becomes a user message of the chat template (True) or is used as is (False).
+        prefill: the start of the judge's reply, up to the letter; None for no prefill.
         trace: how the judge reasons before it replies (``TraceRules``); None for no reasoning.
-        labels: the letters that the wording asks for.
+        labels: the letters that the judge prompt asks for.
         assembly: "text" tokenises the rendered prompt (paper), "ids" splices in the token ids used in training.
-        max_length: judge prompts of this many tokens or more are cut; each response then keeps ``max_response_length``
-            tokens.
-        max_response_length: tokens that a response keeps in a judge prompt that is cut.
+        max_length: judge prompts of this many tokens or more are truncated; each response then keeps
+            ``max_response_length`` tokens.
+        max_response_length: number of tokens that a response keeps in a truncated judge prompt.
         verdict: whether to read the verdicts as well, which runs all layers.
         token_budget: maximum number of tokens per forward pass.
-        chat_template: a Jinja template or a file with one, for a tokenizer without a chat template.
+        chat_template: a Jinja template, or a file containing one, for a tokenizer without a chat template.
         chat_template_kwargs: values for variables that the chat template reads, e.g. {"enable_thinking": False}.
         lengths: the length rules of training (2048 tokens, prompts 1800).
-        revision: revision on the hub.
-        dtype: number format of a model that is loaded here.
+        revision: revision on the Hub.
+        dtype: dtype of a model that is loaded here.
         device: where the model runs; None puts a model that is loaded here on a GPU if there is one.
 
     Raises:
@@ -168,7 +168,7 @@ class Weigher:
         self.prompts = JudgePromptBuilder(settings.prompt_rules(max_positions(config)), self.chat, template_text)
         if not found.layers:
             raise UserError(
-                f"no layer of {found.name} has softmax attention that can be read: {found.why}; give another model"
+                f"no layer of {found.name} has softmax attention that can be read: {found.why}; use another model"
             )
         judge = CausalJudge(loaded, token_budget=token_budget, kernel=kernel_for(found))
         self.depth = Depth(judge.num_layers, found.layers)
@@ -206,7 +206,7 @@ class Weigher:
             rejected: the other answer, in the same form.
 
         Raises:
-            UserError: a pair cannot be weighed; the message gives the pair's position in the list and the reason.
+            UserError: a pair cannot be weighted; the message includes the pair's index in the list and the reason.
         """
         if (chosen is None) != (rejected is None):
             raise UserError(
@@ -231,13 +231,13 @@ class Weigher:
         return self._weigh_pairs([_pair_from_texts(row[0], row[1], row[2], f"pair {place}") for place, row in rows])
 
     def examples(self, rows: Iterable[PairRow]) -> list[TrainingExample]:
-        """Returns training examples with weights for ``PreferenceDataModule.from_examples``.
+        """Returns weighted training examples for ``PreferenceDataModule.from_examples``.
 
         Args:
             rows: rows with the columns ``prompt``, ``chosen`` and ``rejected``, as for a call.
 
         Raises:
-            UserError: a row cannot be weighed; the message gives the row's position and the reason.
+            UserError: a row cannot be weighted; the message includes the row's index and the reason.
         """
         return [
             self._make_example(one, self.source, self._select_rounds(raw))
@@ -252,7 +252,7 @@ class Weigher:
         return weighed
 
     def _capture_raw(self, pairs: Sequence[PreferencePair]) -> list[tuple[EncodedSet, PairWeights | None]]:
-        """Returns the training ids and the raw rows of each pair."""
+        """Returns the training ids and the raw weights of each pair."""
         several = len(pairs) > 1
         encoded = [
             self._encode_pair(pair, f"pair {place}" if several else "the pair") for place, pair in enumerate(pairs)
@@ -299,7 +299,7 @@ class Weigher:
         self._lost = arrived.is_low
         if self._lost:
             log.warning(
-                "warning: weights of %s: %s: the weights of tokens that match no training token are lost; "
+                "warning: weights of %s: %s; the weights of tokens that match no training token are lost; "
                 "assembly='ids' shows the judge the training tokens themselves",
                 type(self.source).__name__,
                 arrived.describe(),
@@ -316,7 +316,7 @@ class Weigher:
     def _finish_pair(
         self, one: EncodedSet, captured: PairWeights | None, layer: int | str | None, chosen_round: int | None
     ) -> WeightedPair:
-        """Returns the pair weighed at ``layer`` and by ``chosen_round``; None means the weigher's own setting."""
+        """Returns the pair weighted at ``layer`` and by ``chosen_round``; None means the weigher's own setting."""
         source, pair, raw = self.source, one.pairs[0], self._select_rounds(captured, chosen_round)
         if layer is not None:
             if not isinstance(source, Attention):
@@ -339,7 +339,7 @@ class Weigher:
         return made.examples[0]
 
     def _select_rounds(self, raw: PairWeights | None, chosen_round: int | None = None) -> PairWeights | None:
-        """Returns ``raw`` with the rounds to average, or with ``chosen_round`` only."""
+        """Returns ``raw`` with the rounds to average, or only with ``chosen_round``."""
         if raw is None or not raw.rounds:
             return raw
         if chosen_round is None:
@@ -363,8 +363,8 @@ def _make_source(source: WeightSource | str, layer: int | str, sink_tokens: int)
     if isinstance(source, OnlineSource) or not source.requires <= {"judge"}:
         needs = "a training step" if isinstance(source, OnlineSource) else " and ".join(sorted(source.requires))
         raise UserError(
-            f"source {name} needs {needs}, which a Weigher does not have: use it in a run (attnpo.weigh), or give one "
-            f"of {', '.join(SOURCES)}"
+            f"source {name} needs {needs}, which a Weigher does not have: use it in a run (attnpo.weigh), or use "
+            f"one of {', '.join(SOURCES)}"
         )
     if layer != "last" or sink_tokens != 1:
         raise UserError(f"source {name} has its own settings: pass layer and sink_tokens to it, not to the Weigher")
@@ -377,7 +377,7 @@ def _resolve_tokenizer(
     if tokenizer is None:
         if isinstance(model, nn.Module):
             raise UserError(
-                "Weigher: a loaded model needs its tokenizer, and none was given: call Weigher(model, tokenizer)"
+                "Weigher: a loaded model needs its tokenizer, but none was given: call Weigher(model, tokenizer)"
             )
         return load_tokenizer(model, revision)
     return load_tokenizer(tokenizer, revision) if isinstance(tokenizer, str | Path) else tokenizer
@@ -411,7 +411,7 @@ def _read_pairs(rows: str | Iterable[object]) -> list[PreferencePair]:
 
 
 def _pair_from_row(row: Mapping[str, object], where: str) -> PreferencePair:
-    """Reads the pair of a row in the same way as a run reads its data."""
+    """Reads a pair from a row in the same way as a run reads its data."""
     try:
         return adapt_row(row, Columns()).pair
     except RowError as problem:
@@ -422,7 +422,7 @@ def _pair_from_row(row: Mapping[str, object], where: str) -> PreferencePair:
 
 
 def _pair_from_texts(prompt: object, chosen: object, rejected: object, where: str) -> PreferencePair:
-    """Makes a pair from three strings; reads them as a row if one of them is a list of messages."""
+    """Builds a pair from three strings; reads them as a row if one of them is a list of messages."""
     if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
         return PreferencePair.from_texts([Message(role="user", content=prompt)], chosen, rejected)
     return _pair_from_row({"prompt": prompt, "chosen": chosen, "rejected": rejected}, where)

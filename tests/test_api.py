@@ -36,5 +36,5 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_a_wrong_name_is_answered_with_the_right_ones() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'loses'; its public names: .*losses"):
+    with pytest.raises(AttributeError, match=r"no attribute 'loses'; public names: .*losses"):
         attnpo.loses  # type: ignore[attr-defined]  # noqa: B018

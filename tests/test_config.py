@@ -216,7 +216,7 @@ def test_missing_folder_names_the_way_out(monkeypatch: pytest.MonkeyPatch, confi
             f"weights.sink._target_={HERE}.End",
             f"weights.sink._target_: expected Sink, got {HERE}.End, which is not a frozen dataclass",
         ),
-        ("weights.layer=???", "weights.layer: required; give weights.layer=VALUE"),
+        ("weights.layer=???", "weights.layer: required; set weights.layer=VALUE"),
     ],
 )
 def test_one_wrong_value_is_one_line(override: str, expected: str) -> None:
@@ -254,7 +254,7 @@ def test_all_problems_come_together() -> None:
 def test_a_value_read_from_another_key_is_reported_where_it_is_set() -> None:
     assert refused("weights.scale=${gone}") == "weights.scale: Interpolation key 'gone' not found"
     assert refused("weights.limit=${beta}") == "weights.limit (read from beta): expected int, got 1.0 (float)"
-    assert refused("weights._target_=???") == "weights._target_: required; give weights._target_=VALUE"
+    assert refused("weights._target_=???") == "weights._target_: required; set weights._target_=VALUE"
 
 
 @pytest.mark.usefixtures("configs")
@@ -272,10 +272,10 @@ def test_a_value_read_below_a_null_is_said_in_words(reads: str) -> None:
 @pytest.mark.usefixtures("configs")
 def test_required_fields() -> None:
     text = refused("weights=mixture", "~weights.parts", "~weights.scale", "beta=1")
-    assert text == "weights.parts: required by Mixture; give weights.parts=VALUE"
+    assert text == "weights.parts: required by Mixture; set weights.parts=VALUE"
     cfg = config.compose("fit", ["weights.scale=???"])
     config.validate(cfg, complete=False)  # neither weights.scale nor beta, which reads it
-    with pytest.raises(UserError, match=r"^weights.scale: required; give weights.scale=VALUE$"):
+    with pytest.raises(UserError, match=r"^weights.scale: required; set weights.scale=VALUE$"):
         config.validate(cfg)
 
 
@@ -639,9 +639,9 @@ def test_complete_says_when_nothing_may_be_missing(capsys: pytest.CaptureFixture
         command_line.run_entry(lambda cfg: len(cfg.model) - 3, "fit", argv, "", "") == 0
     )  # main may still fill in texts
     assert command_line.run_entry(never, "fit", argv, "", "", complete=lambda cfg: cfg.path is None) == 2
-    assert capsys.readouterr().err == "error: model: required; give model=VALUE\n"
+    assert capsys.readouterr().err == "error: model: required; set model=VALUE\n"
     assert command_line.run_entry(never, "fit", ["weights.layer=???"], "", "") == 2  # nothing stands for a number
-    assert capsys.readouterr().err == "error: weights.layer: required; give weights.layer=VALUE\n"
+    assert capsys.readouterr().err == "error: weights.layer: required; set weights.layer=VALUE\n"
 
 
 @pytest.mark.usefixtures("configs")

@@ -122,12 +122,9 @@ WRONG: list[tuple[str, str]] = [
     ("attnpo.fit trainer.validate_every=0", "trainer.validate_every must be at least 1"),
     ("attnpo.fit seed=abc", "seed: expected int, got 'abc' (str)"),
     ("attnpo.fit layer_sweep", "expected GROUP=OPTION or KEY=VALUE"),
-    *(
-        (f"attnpo.{name} setting=real_smoke", "model.path: required; give model.path=VALUE")
-        for name in ("fit", "weigh")
-    ),
-    ("attnpo.fit setting=real_smoke", "data.path: required; give data.path=VALUE"),
-    ("attnpo.report weights setting=real_smoke", "model.path: required; give model.path=VALUE"),
+    *((f"attnpo.{name} setting=real_smoke", "model.path: required; set model.path=VALUE") for name in ("fit", "weigh")),
+    ("attnpo.fit setting=real_smoke", "data.path: required; set data.path=VALUE"),
+    ("attnpo.report weights setting=real_smoke", "model.path: required; set model.path=VALUE"),
     ("attnpo.generate", "model.path: required"),
     ("attnpo.generate", "data.path: required"),
     ("attnpo.report", "report: expected `weights`, `study FOLDER ...`, `run FOLDER ...`, `scores FOLDER"),

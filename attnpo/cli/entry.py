@@ -55,9 +55,9 @@ def run_entry(
 ) -> int:
     """Runs a command; returns its exit status: 0, 1 (a job failed), 2 (user error), 130 or 143 (signals).
 
-    Composes ``config_name`` with ``argv`` (None: the arguments of the process) and calls ``main`` with the typed root
-    of the config. ``command_name``: name shown in the help. ``positional``: key that collects the arguments that are
-    not overrides. ``complete``: returns whether every ``???`` of a root must be filled in. ``early``: checks the node
+    Composes ``config_name`` with ``argv`` (None: ``sys.argv[1:]``) and calls ``main`` with the typed root of the
+    config. ``command_name``: name shown in the help. ``positional``: key that collects the arguments that are not
+    overrides. ``complete``: returns whether each ``???`` in a root must be filled in. ``early``: checks the node
     ``data`` before torch is imported. Other errors propagate, or set the exit status if they have an ``exit_status``.
     """
     parser = CommandParser(command_name or config_name, description, examples, positional)
@@ -105,7 +105,7 @@ def _run(
         return 0
     if options.multirun and world_size() > 1:
         raise UserError(
-            f"--multirun runs its jobs one after the other in a single process, but WORLD_SIZE is {world_size()}: "
+            f"--multirun runs its jobs one after another in a single process, but WORLD_SIZE is {world_size()}: "
             "start one group of processes per job, without -m"
         )
     jobs = expand_sweep(overrides, options.config_dir) if options.multirun else [overrides]
@@ -125,7 +125,7 @@ def _run(
 
 
 def _parse_complete(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> ParsedConfig:
-    """Parses a job's config; raises UserError for problems, and for missing values if ``complete`` requires them."""
+    """Parses a job's config. Raises UserError for problems, and for missing values if ``complete`` requires them."""
     reading = parse(cfg)
     root = cast(SomeRoot, reading.as_type(RootConfig))
     if complete(root):

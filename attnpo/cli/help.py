@@ -1,4 +1,4 @@
-"""Text of ``--help``: examples, and the command's config groups with the comments of the root config file."""
+"""Text of ``--help``: examples, and the command's config groups with comments from the root config file."""
 
 import argparse
 import re
@@ -46,7 +46,7 @@ def wrap_line(text: str) -> list[str]:
 
 
 def parse_groups(root: Path) -> list[ConfigGroup]:
-    """Parses the groups in the defaults list of the file ``root``, in order and including those of parent files.
+    """Parses the groups in the defaults list of the file ``root``, in order, including those of parent files.
 
     Comments above groups are headings. ``# no other`` hides a group; ``- fit  # without logger`` hides a parent's
     group.
@@ -68,7 +68,7 @@ def parse_groups(root: Path) -> list[ConfigGroup]:
 
 
 def format_groups(root: Path, options: Mapping[str, Sequence[str]]) -> str:
-    """Formats the groups of a root and their ``options`` under headings; groups that no shipped root has come last.
+    """Formats a root's groups and their ``options`` under headings; groups found in no shipped root come last.
 
     Groups whose only option is the default are not shown.
     """
@@ -92,9 +92,9 @@ def format_groups(root: Path, options: Mapping[str, Sequence[str]]) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of the arguments that all commands accept besides overrides; a wrong argument raises a UserError.
+    """Parser for the arguments that all commands accept besides overrides; raises UserError for invalid ones.
 
-    ``name`` is the command and any fixed override, for example ``evaluate benchmark=judge``.
+    ``name`` is the command and any fixed override, e.g. ``evaluate benchmark=judge``.
     """
 
     def __init__(self, name: str, description: str, examples: str, positional: str | None) -> None:

@@ -1,6 +1,6 @@
 """Progress of long-running work: a live display on a terminal, plain lines in a file or a pipe.
 
-Imports neither torch nor anything that loads it.
+Does not import torch, directly or indirectly.
 """
 
 import gc
@@ -111,7 +111,7 @@ def _handlers() -> list["logging.StreamHandler[TextIO]"]:
 
 @contextmanager
 def hide_info_on_terminal() -> Iterator[None]:
-    """Limits the terminal to warnings inside the context if progress rows are drawn on it; log files get every line."""
+    """Limits the terminal to warnings inside the context if progress rows are shown there; log files get all lines."""
     levels = [(handler, handler.level) for handler in _handlers()] if _drawing else []
     for handler, _ in levels:
         handler.setLevel(logging.WARNING)
@@ -150,7 +150,7 @@ def phase(what: str) -> Iterator[None]:
 
 @contextmanager
 def import_phase(what: str) -> Iterator[None]:
-    """Opens a ``phase`` for importing packages, during which garbage is seldom collected.
+    """Opens a ``phase`` for importing packages, during which garbage collection runs rarely.
 
     Imported objects stay alive, and scanning hundreds of thousands of them would take a quarter of the import time.
     """
@@ -167,7 +167,7 @@ def import_phase(what: str) -> Iterator[None]:
 def heartbeat(what: str) -> Iterator[None]:
     """Logs the innermost ``phase``, or ``what`` outside any, whenever ``QUIET_FOR`` seconds pass without a log line.
 
-    Stays silent while progress is drawn on the terminal, and in every process but the main one.
+    Stays silent while progress is shown on the terminal, and in all processes but the main one.
     """
     if not is_main_process():
         yield
@@ -195,7 +195,7 @@ def heartbeat(what: str) -> Iterator[None]:
 
 @contextmanager
 def show_waiting(what: str) -> Iterator[None]:
-    """Opens a ``phase`` and announces it at once: on a terminal until the phase ends, elsewhere by a log line."""
+    """Opens a ``phase`` and announces it immediately: on a terminal until the phase ends, elsewhere in a log line."""
     if not is_interactive_terminal():
         log.info(what)
         with phase(what):
@@ -220,7 +220,7 @@ _notes: list[Path] = []
 
 @contextmanager
 def publish_progress_to(folder: Path) -> Iterator[None]:
-    """Makes ``publish_progress`` write to ``folder`` inside the context, for another process to display."""
+    """Makes ``publish_progress`` write to ``folder`` inside the context, so another process can display it."""
     path = folder / NOTE
     _notes.append(path)
     try:
@@ -231,7 +231,7 @@ def publish_progress_to(folder: Path) -> Iterator[None]:
 
 
 def is_progress_published() -> bool:
-    """Returns whether another process displays the progress of this one."""
+    """Returns whether another process displays this process's progress."""
     return bool(_notes)
 
 

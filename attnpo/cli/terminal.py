@@ -1,6 +1,6 @@
 """Terminal output and exit handling of commands: one log format, quiet libraries, one-line errors and signals.
 
-Imports neither torch nor anything that loads it. Only the first process of a job prints.
+Does not import torch, directly or indirectly. Only the first process of a job prints.
 """
 
 import atexit
@@ -51,7 +51,7 @@ _EXTRA = re.compile(r"pip install 'attnpo\[(\w+)\]'")
 
 
 def rewrite_commands(text: str) -> str:
-    """Rewrites commands in ``text`` for the user's shell: programs by name, or by path if they are not on PATH."""
+    """Rewrites commands in ``text`` for the user's shell: programs by name, or by path if not on PATH."""
     text = _EXTRA.sub(lambda found: install_command(found[1]), text)
     if called := os.environ.get(CALLED):
         text = _FRONT.sub(lambda found: _shortest_command(called) + " " * found[0].endswith("."), text)
@@ -59,7 +59,7 @@ def rewrite_commands(text: str) -> str:
 
 
 def _program_command(name: str) -> str:
-    """Returns the command for the program ``name`` of this environment; ``name`` itself if there is no such program."""
+    """Returns the command that runs the program ``name`` of this environment; ``name`` itself if there is none."""
     path = sys.executable if name == "python" else os.path.join(os.path.dirname(sys.executable), name)
     return _shortest_command(path) if os.path.isfile(path) else name
 
@@ -81,7 +81,7 @@ _ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def make_printable(text: str) -> str:
-    """Escapes characters that would control a terminal, as in a Python literal; errors may quote untrusted text."""
+    """Escapes terminal control characters as in a Python literal, because errors may quote untrusted text."""
     return _ACTING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -113,7 +113,7 @@ def command_text(name: str, *arguments: str) -> str:
 
 
 def format_override(key: str, text: str) -> str:
-    """Formats an override KEY=TEXT for the command line, quoted unless Hydra takes the text literally."""
+    """Formats an override KEY=TEXT for the command line, quoted unless Hydra reads the text literally."""
     if re.fullmatch(r"[\w./+@-]+", text):
         return f"{key}={text}"
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
@@ -135,7 +135,7 @@ def _is_first_occurrence(record: logging.LogRecord) -> bool:
 def log_to_terminal(*, bars: bool = True) -> Iterator[None]:
     """Logs attnpo's messages to stderr inside the context, with quiet libraries and without repeated warnings.
 
-    Progress bars are off if stderr is not a terminal, in all but the main process, or with ``bars`` false.
+    Progress bars are off if stderr is not a terminal, in all processes but the main one, or if ``bars`` is false.
     """
     _warned.clear()
     handler = logging.StreamHandler()
@@ -217,7 +217,7 @@ def install_signal_handlers() -> None:
     """Installs handlers for SIGINT, SIGTERM and SIGUSR1 that print one line and stop this process and its children.
 
     Call it before heavy imports. Inside ``run_guarded`` the handler raises an exception; elsewhere the process exits at
-    once. Ignored signals stay ignored until training. A rank also exits when the process that started it is gone.
+    once. Ignored signals stay ignored until training. A rank also exits when the process that started it has died.
     """
     sys.excepthook = _write_traceback
     parent = _watched_parent()
@@ -252,7 +252,7 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def _is_agent_gone() -> bool:
-    """Checks whether torchrun's agent is already gone, in which case the agent's address refuses connections."""
+    """Checks whether torchrun's agent has already died, in which case its address refuses connections."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # otherwise a rank listens at that address
         try:
             socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
@@ -284,7 +284,7 @@ _COMPOSING = ("hydra", "omegaconf", "antlr4")
 
 
 def _is_importing_or_composing(frame: FrameType | None) -> bool:
-    """Checks for a running import or config composition, where an exception could get lost or be replaced."""
+    """Checks for a running import or config composition, where an exception could be swallowed or replaced."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if frame.f_code.co_filename.startswith("<frozen importlib") or package in _COMPOSING:
@@ -311,7 +311,7 @@ def handling_signals() -> Iterator[None]:
 
 
 def exit_with_parent() -> None:
-    """Makes a multiprocessing child ignore Ctrl-C, which its parent handles, and exit when the parent is gone."""
+    """Makes a multiprocessing child ignore Ctrl-C, which its parent handles, and exit when the parent dies."""
     parent = parent_process()
     if parent is None:
         raise RuntimeError("this process was not started by multiprocessing")
@@ -326,7 +326,7 @@ def exit_with_parent() -> None:
 
 @cache
 def skip_gc_at_exit() -> None:
-    """Skips the final garbage collection at exit, which takes a second or two; atexit handlers still run."""
+    """Skips the final garbage collection at exit, which costs a second or two; atexit handlers still run."""
     atexit.register(gc.freeze)
 
 
@@ -361,7 +361,7 @@ def run_guarded(command: Callable[[], int]) -> int:
 
 
 def _discard_output() -> None:
-    """Discards output that cannot be written, so that the interpreter does not fail on it at exit."""
+    """Discards output that cannot be written, so the interpreter does not fail on it at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -400,7 +400,7 @@ KEPT = (
 
 
 def _describe_full_disk(error: BaseException | None) -> str | None:
-    """Describes a full disk as the cause of ``error``, with the error's notes on saved work; None for other causes."""
+    """Describes a full disk as the cause of ``error``, with its notes on saved work; None for other causes."""
     number, name, below = None, None, error
     while below is not None:
         rust = re.search(r"\(os error (\d+)\)", str(below))  # safetensors, tokenizers

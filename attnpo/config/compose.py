@@ -1,8 +1,8 @@
 """Composes configs with Hydra, parses them into typed components, and resolves config paths.
 
-Hydra is used in this file only. Neither importing this module nor ``--help`` and ``--cfg`` load torch. Parsing imports
-the modules of the targets, which must therefore be light. Each choice of options is composed once per process; the runs
-of a study differ in single values, which are set in a copy.
+Only this file uses Hydra. Importing this module, ``--help`` and ``--cfg`` do not load torch. Parsing imports the
+modules of the targets, which must therefore import quickly. Each choice of options is composed once per process; the
+runs of a study differ in single values, which are set in a copy.
 """
 
 import hashlib
@@ -80,18 +80,18 @@ def _register_resolvers() -> None:
 
 def _config_folders(config_dir: Path | None) -> list[Path]:
     if config_dir is not None and not config_dir.is_dir():
-        raise UserError(f"--config-dir {config_dir} is not a folder: give a folder of YAML files")
+        raise UserError(f"--config-dir {config_dir} is not a folder: specify a folder of YAML files")
     folders = [folder.resolve() for folder in (CONFIG_DIR, config_dir) if folder is not None and folder.is_dir()]
     if not folders:
         raise UserError(
-            f"no config files at {CONFIG_DIR}: this installation of attnpo is incomplete; reinstall it, or give a "
+            f"no config files at {CONFIG_DIR}: this installation of attnpo is incomplete; reinstall it, or specify a "
             "folder with --config-dir DIR"
         )
     return folders
 
 
 def list_groups(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Lists the options of every config group, shipped or in ``config_dir``; files named ``_...`` are not options."""
+    """Lists the options of each config group, shipped or in ``config_dir``; files named ``_...`` are not options."""
     found: dict[str, set[str]] = {}
     for folder in _config_folders(config_dir):
         for file in folder.rglob("*.yaml"):
@@ -105,7 +105,7 @@ def list_groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 @contextmanager
 def wrap_yaml_errors(file: Path) -> Iterator[None]:
-    """Turns YAML errors raised inside the context, while ``file`` is read, into a UserError that names the file.
+    """Turns YAML errors raised inside the context, while reading ``file``, into a UserError that names the file.
 
     Checks first that the file's aliases do not expand to too many values.
 
@@ -127,7 +127,7 @@ def _check_aliases(file: Path) -> None:
 
 
 def _count_values(node: yaml.Node | None, known: dict[int, float]) -> float:
-    """Counts the values below a node with every alias expanded; infinite for a node that contains itself."""
+    """Counts the values below a node with all aliases expanded; infinite for a node that contains itself."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) not in known:
@@ -181,7 +181,7 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
 
 
 def _needs_hydra(one: Override, grouped: bool) -> bool:
-    """Returns whether only Hydra can apply an override, as it neither chooses a group's option nor sets one value."""
+    """Returns whether only Hydra can apply an override: it neither selects a group option nor sets a single value."""
     if one.is_hydra_override() or one.key_or_group.partition(".")[0] == "composed" or one.is_sweep_override():
         return True
     # Hydra treats a mapping given for a group as a value.
@@ -265,7 +265,7 @@ def expand_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> li
         for one in parsed:
             key = one.get_key_element()
             if one.is_interval_sweep():
-                raise UserError(f"{one.input_line}: an interval cannot be expanded into jobs; list its values")
+                raise UserError(f"{one.input_line}: an interval cannot be expanded into jobs; list the values")
             texts = one.sweep_string_iterator() if one.is_sweep_override() else [one.get_value_element_as_str()]
             axes[key] = [f"{key}={text}" for text in texts]
     return [list(job) for job in itertools.product(*axes.values())]
@@ -280,7 +280,7 @@ def format_hydra_error(error: Exception) -> str:
         reason = re.sub(r"^Error parsing override .*\n", "", str(error)).partition("\n")[0]
         return (
             f"{error.override} cannot be parsed ({reason}): put a value with brackets, commas, quotes or spaces in "
-            "quotes, for example \"KEY='a, b'\""
+            "quotes, e.g. \"KEY='a, b'\""
         )
     lines = [str(error).partition("\nConfig search path")[0]]
     if isinstance(error.__cause__, OmegaConfBaseException):
@@ -291,7 +291,7 @@ def format_hydra_error(error: Exception) -> str:
 
 
 def suggest_option(text: str, overrides: Sequence[str], known: dict[str, list[str]]) -> str:
-    """Adds to Hydra's error ``text`` the option closest to an unknown one, or how to remove a group set to null."""
+    """Extends Hydra's error ``text`` with the closest valid option, or with how to remove a group set to null."""
     missing = re.search(r"Could not find '(.+)/([^/']+)'", text)
     if missing is not None and missing[1] in known:
         return text.replace(missing[0], missing[0] + did_you_mean(missing[2], known[missing[1]], f"{missing[1]}="), 1)
@@ -306,7 +306,7 @@ def suggest_option(text: str, overrides: Sequence[str], known: dict[str, list[st
 def describe_unknown_key(
     key: str, name: str, overrides: Sequence[str], groups: Sequence[str], compose: Callable[[list[str]], DictConfig]
 ) -> str:
-    """Returns the error message for an unknown key; ``compose`` composes the config with the other overrides."""
+    """Returns the error message for an unknown key; ``compose`` builds the config from the other overrides."""
     typed = next((override for override in overrides if override.lstrip("+~").partition("=")[0] == key), key)
     said = f"{typed}: there is no key {key}"
     rest = [override for override in overrides if override.lstrip("+~").partition("=")[0] != key]
@@ -336,7 +336,7 @@ def describe_unknown_key(
 
 
 def _leaf_keys(node: DictConfig, path: str = "") -> Iterator[str]:
-    """Yields the dotted path of every single value below ``node``, without resolving interpolations."""
+    """Yields the dotted path of each leaf value below ``node``, without resolving interpolations."""
     for key in node:
         child, found = node._get_node(key), join_key(path, str(key))
         if not isinstance(child, Container) or child._is_interpolation():
@@ -358,7 +358,7 @@ def report_problems(problems: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Composition:
-    """Origin of a config: overrides, the user's config folder and the option chosen for every group.
+    """Origin of a config: overrides, the user's config folder and the option selected for each group.
 
     ``environment``: in a saved config, a digest for each key whose value was read from an environment variable.
     """
@@ -377,7 +377,7 @@ class Composition:
 class RootConfig:
     """Typed root of a config; all components are read from it.
 
-    ``values``: the plain values from which the config was parsed, used only to save it and to tell runs apart.
+    ``values``: the plain values from which the config was parsed, used only to save it and to distinguish runs.
     """
 
     composed: Composition = field(default_factory=Composition, metadata={"moves_numbers": False})
@@ -402,17 +402,16 @@ class RootConfig:
         node = self.values[key]
         return dict(node) if isinstance(node, dict) else {}
 
-    def check_output_paths(self, said: str, *paths: Path) -> None:
-        """Checks that the output files ``paths``, set by the key ``said``, are not inputs of this config.
+    def check_output_paths(self, name: str, *paths: Path) -> None:
+        """Checks that the output files ``paths``, set by the key ``name``, are not inputs of this config.
 
-        Inputs are all files that a value names and, in a folder that a key ``path`` names, the files of the data
-        splits.
+        Inputs are all files named by a value and, in a folder named by a key ``path``, the files of the data splits.
 
         Raises:
             UserError: an output would overwrite an input.
         """
         each = ((key, one) for key, of in flatten(self.values) for one in (of if isinstance(of, list) else [of]))
-        texts = [(key, text) for key, text in each if isinstance(text, str) and text and key != said]
+        texts = [(key, text) for key, text in each if isinstance(text, str) and text and key != name]
         names = {text for _, text in texts}
         for key, text in texts:
             place = Path(os.path.expanduser(text))
@@ -420,7 +419,7 @@ class RootConfig:
             for path in paths:
                 split = path.name.partition(".")[0] in names and any(_is_same_file(path.parent, one) for one in folders)
                 if split or (_is_same_file(path, place) and not path.is_dir()):
-                    raise UserError(f"{said}={path} is an input of this command ({key}={text}): write to another file")
+                    raise UserError(f"{name}={path} is an input of this command ({key}={text}): write to another file")
 
 
 def _is_same_file(path: Path, other: Path) -> bool:
@@ -441,7 +440,7 @@ class ParsedConfig:
     """Result of parsing a config.
 
     ``root``: ABSENT if it cannot be built; ``missing``: keys that are still ``???``; ``unused``: keys without effect,
-    each with the reason.
+    mapped to the reasons.
     """
 
     root: object
@@ -462,7 +461,7 @@ class ParsedConfig:
         return any(f"{key}.".startswith(f"{path}.") for path in self.unused)
 
     def unused_overrides(self) -> dict[str, str]:
-        """Returns the overrides that have no effect, each with the reason."""
+        """Returns the overrides that have no effect, mapped to the reasons."""
         given = self.root.composed.overrides if isinstance(self.root, RootConfig) else ()
         keys = {override: override.partition("=")[0].lstrip("+~") for override in given}
         return {
@@ -500,7 +499,7 @@ def parse_as(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
 
 
 def parse_subset(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
-    """Parses only the keys of ``cfg`` that the smaller root ``kind`` has; other keys may be missing or invalid."""
+    """Parses only those keys of ``cfg`` that the smaller root ``kind`` has; other keys may be missing or invalid."""
     values, reader = to_container(cfg), ConfigReader(complete=False)
     root = reader.build(kind, {item.name: values[item.name] for item in fields(kind) if item.init}, "")
     return ParsedConfig(root, reader.problems, reader.missing, reader.unused).as_type(kind)
@@ -532,7 +531,7 @@ def to_container(cfg: DictConfig) -> dict[str, Json]:
 
 
 def to_yaml(values: Mapping[str, Json]) -> str:
-    """Formats a config's plain values as YAML without secrets; parsing it gives the same values."""
+    """Formats a config's plain values as YAML without secrets; parsing it returns the same values."""
     saved = to_savable(values)
     if (found := digest_env_values(values)) and isinstance(composed := saved.get("composed"), dict):
         composed["environment"] = found

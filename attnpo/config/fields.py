@@ -12,7 +12,7 @@ from attnpo.system.files import Json
 
 
 def bookkeeping_keys(part: object, path: str = "") -> Iterator[str]:
-    """Yields the keys below ``part`` whose fields are marked as unable to change any computed number.
+    """Yields the keys below ``part`` whose fields are marked as having no effect on any computed number.
 
     ``part`` is a component or a component class. For a class, fields are found by their annotations; fields below
     protocols, mappings and sequences are known only for an actual component.

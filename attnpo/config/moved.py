@@ -51,7 +51,7 @@ MOVED = {
 
 @cache
 def current_import_path(dotted: str) -> str:
-    """Translates an old import path to the current one and logs the change once; other paths are returned unchanged."""
+    """Converts an old import path to the current one and logs the change once; returns other paths unchanged."""
     for before, now in MOVED.items():
         if dotted.startswith(before):
             found = now + dotted.removeprefix(before)

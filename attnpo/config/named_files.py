@@ -1,4 +1,4 @@
-"""Finds and digests the files and modules that settings name, in the working directory or among the configs."""
+"""Finds and hashes the files and modules named by settings, in the working directory or among the configs."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from attnpo.system.source_digest import PACKAGE
 
 
 def find_file(name: str, key: str) -> Path:
-    """Returns the path of the file ``name``; if it does not exist, raises a UserError for the config key ``key``."""
+    """Returns the path of the file ``name``. Raises UserError for the config key ``key`` if it does not exist."""
     if (found := _existing_file(name)) is None:
         raise UserError(f"{key}={name}: no such file in {Path.cwd()} or among the configs in {CONFIG_DIR}")
     return Path(found).resolve()
@@ -42,7 +42,7 @@ def is_at_or_below(key: str, parents: Sequence[str]) -> bool:
 
 
 def digest_named_files(values: Mapping[str, object]) -> dict[str, str]:
-    """Returns, by key, digests of the files that flat settings name and of modules of components outside the package.
+    """Returns, by key, digests of files named by flat settings and of modules of components outside the package.
 
     A component outside the package may name files under any key; within the package only keys matching ``FILES`` do.
     """
@@ -56,7 +56,7 @@ def digest_named_files(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def digest_named_functions(values: Mapping[str, Json]) -> dict[str, str]:
-    """Returns, by key, digests of the modules of functions outside the package that a config names."""
+    """Returns, by key, digests of the modules of functions named by a config that are outside the package."""
     return digest_named_files({key: value for key, value in flatten(values) if key in FUNCTIONS})
 
 
@@ -66,12 +66,12 @@ def _is_import_path_key(key: str) -> bool:
 
 
 def _existing_file(name: str) -> str | None:
-    """Finds a file by name in the working directory or among the configs; None if it does not exist."""
+    """Finds a file by name in the working directory or among the configs; returns None if it does not exist."""
     return next(filter(os.path.isfile, (os.path.expanduser(name), str(CONFIG_DIR / name))), None)
 
 
 def _module_file(dotted: str) -> str | None:
-    """Returns the source file of a component outside the package; None for one of the package or without a file."""
+    """Returns the source file of a component outside the package; None if it is inside or has no file."""
     name = dotted.rpartition(".")[0]
     try:
         spec = None if name.partition(".")[0] == PACKAGE.name else find_spec(name)

@@ -1,15 +1,15 @@
 """Parses config values by type hints; used through ``attnpo.config.compose``.
 
 A mapping with ``_target_`` becomes a component. A frozen dataclass is its own schema. All problems are reported
-together, under the keys the user types. Enum values may be given in upper or lower case, and lists become tuples of the
-declared length. (A pydantic ``TypeAdapter`` was tried and offers less.)
+together, under the keys as the user types them. Enum values may be given in upper or lower case, and lists become
+tuples of the declared length. (A pydantic ``TypeAdapter`` was tried but offers less.)
 
 A config names code to run. Therefore only ``attnpo`` and the packages listed in the environment variable
 ATTNPO_ALLOW_TARGETS (``mine,ours``) are imported, and only frozen dataclasses that implement the expected interface are
 instantiated.
 
-A component may have a method ``unused_keys() -> dict[str, str]`` that returns keys without effect, given the other
-keys, and the reasons.
+A component may have a method ``unused_keys() -> dict[str, str]`` that maps keys without effect, given the other keys,
+to the reasons.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ BOUNDED: dict[object, tuple[float, str]] = {  # limits of tensor elements
 
 
 def join_key(path: str, key: object) -> str:
-    """Joins ``path`` and ``key`` with a dot, as the user types the key."""
+    """Joins ``path`` and ``key`` with a dot, as the user would type the key."""
     return f"{path}.{key}" if path else str(key)
 
 
@@ -66,7 +66,7 @@ def did_you_mean(word: str, names: Sequence[str], prefix: str = "") -> str:
 
 def missing_value_message(path: str) -> str:
     """Returns the error message for a required value that is missing."""
-    return f"{path}: required; give {path}=VALUE"
+    return f"{path}: required; set {path}=VALUE"
 
 
 def _describe(hint: object) -> str:
@@ -148,7 +148,7 @@ def _defining_module(target: object) -> str | None:
 
 
 def import_target(dotted: str, what: str) -> tuple[object, str]:
-    """Imports the object at an import path; returns it and "", or None and the reason for the failure.
+    """Imports the object at an import path; returns (object, "") or (None, reason for the failure).
 
     Both the path and the defining module must be in attnpo or in a package listed in ATTNPO_ALLOW_TARGETS. ``what``:
     the expected kind of object ("class"), for the message.
@@ -185,7 +185,7 @@ def _init_fields(target: type) -> dict[str, bool]:
 
 
 def field_hints(target: type) -> dict[str, object]:
-    """Returns the type hints of a class's fields; empty if a hint uses a name that exists only for type checkers."""
+    """Returns the type hints of a class's fields; empty if a hint uses a name defined only for type checkers."""
     try:
         return get_type_hints(target)
     except NameError:
@@ -231,7 +231,7 @@ def _null_parent(node: DictConfig | ListConfig, key: str) -> str | None:
 
 
 def name_origin_keys(problems: Sequence[str], origins: dict[str, str]) -> list[str]:
-    """Adds to each problem of an interpolated value the key it comes from; drops problems reported for that key too."""
+    """Adds the source key to each problem of an interpolated value; drops it if that key has its own problem."""
     told = []
     for problem in problems:
         key, _, rest = problem.partition(": ")
@@ -248,7 +248,7 @@ def name_origin_keys(problems: Sequence[str], origins: dict[str, str]) -> list[s
 
 
 class ConfigReader:
-    """Parser that converts config values to the types in type hints and collects all problems."""
+    """Converts config values to the types in type hints and collects all problems."""
 
     def __init__(self, *, complete: bool = True) -> None:
         self.complete = complete  # values that are still ??? are problems
@@ -399,7 +399,7 @@ class ConfigReader:
         for key, required in known.items():
             if required and key not in keys:
                 self.add_problem(
-                    f"{join_key(path, key)}: required by {target.__qualname__}; give {join_key(path, key)}=VALUE"
+                    f"{join_key(path, key)}: required by {target.__qualname__}; set {join_key(path, key)}=VALUE"
                 )
         if len(self.problems) > before or self.all_or_absent(values) is ABSENT:
             return ABSENT

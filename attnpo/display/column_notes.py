@@ -1,4 +1,4 @@
-"""Explanations of table columns for runs and studies, shown above the column headers on report pages."""
+"""Explanations of table columns in run and study reports, shown above the column headers."""
 
 import re
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ MINUS = re.compile(r"minus (.+?)(?:, KL ([\d.e+-]+))?")
 
 
 def column_notes(columns: Sequence[str]) -> dict[str, str]:
-    """Returns the known explanations of the given columns, by header."""
+    """Returns the explanations of those given columns that have one, by header."""
     found = {name: _describe_column(name) for name in columns}
     return {name: note for name, note in found.items() if note}
 

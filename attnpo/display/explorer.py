@@ -1,7 +1,7 @@
-"""Weight explorer: a self-contained page with the weights of many pairs by several sources, layers and rounds.
+"""Weight explorer: a self-contained page with the weights of many pairs for several sources, layers and rounds.
 
-The page loads nothing from the network. Numbers are quantised: a weight takes one byte on a logarithmic scale
-(``WeightScale``, one per set of weights), a log-probability two bytes on a linear scale. The browser decodes them on
+The page loads nothing from the network. Numbers are quantised: a weight is stored in one byte on a logarithmic scale
+(``WeightScale``, one per set of weights), a log-probability in two bytes on a linear scale. The browser decodes them on
 demand.
 """
 
@@ -45,7 +45,7 @@ class ExplorerView:
 
 
 ExplorerPair = Mapping[ExplorerView, WeightedPair]
-"""One pair with the same training tokens in every view; pairs may have different views."""
+"""One pair with the same training tokens in all views; different pairs may have different views."""
 
 
 # ------------------------------------------------------------------------------------------------ numbers
@@ -61,12 +61,12 @@ class WeightScale:
 
     @property
     def octaves_per_code(self) -> float:
-        """Returns the octaves between neighbouring codes."""
+        """Returns the number of octaves between adjacent codes."""
         return (self.high - self.low) / ((SIGNED_TOP if self.signed else TOP) - 1)
 
     @property
     def relative_error(self) -> float:
-        """Returns the largest relative error of a weight within the scale: half the distance between codes."""
+        """Returns the maximum relative error of a weight within the scale: half the distance between codes."""
         return 2 ** (self.octaves_per_code / 2) - 1
 
     @classmethod
@@ -115,7 +115,7 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
     """
     views = list(dict.fromkeys(view for pair in pairs for view in pair))
     if not views or not all(pairs):
-        raise UserError("the weight explorer needs at least one pair, and at least one view of each pair")
+        raise UserError("the weight explorer needs at least one pair, and at least one view per pair")
     blobs: dict[str, Markup] = {}
 
     def add_blob(name: str, data: bytes) -> None:

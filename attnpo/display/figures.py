@@ -75,11 +75,11 @@ PANELS = (
 
 @styled
 def training_curves(csv_rows: Sequence[Mapping[str, Number]], path: Path | str, title: str = "") -> Path:
-    """Draws loss, margins, accuracies, rewards, learning rate and gradient norm over steps; returns the PNG's path.
+    """Plots loss, margins, accuracies, rewards, learning rate and gradient norm over steps; returns the PNG's path.
 
     ``csv_rows``: one mapping per step with the values logged at that step ("step", "train/loss", "val/loss", ...);
-    columns may be missing in some or all rows. Values that are not finite are skipped and counted in the panel's title.
-    Dotted lines show ln 2 for the loss (DPO before the first step), 0 for rewards and 0.5 for the accuracy of guessing.
+    columns may be missing in some or all rows. Non-finite values are skipped and counted in the panel's title. Dotted
+    lines show ln 2 for the loss (DPO before the first step), 0 for rewards and 0.5 for chance-level accuracy.
     """
     figure = new_figure(12, 6.6, title)
     for axes, shown in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
@@ -120,7 +120,7 @@ def _draw_panel(axes: Axes, shown: _Panel, rows: Sequence[Mapping[str, Number]])
 def _column_series(
     rows: Sequence[Mapping[str, Number]], column: str
 ) -> tuple[Float[np.ndarray, " points"], Float[np.ndarray, " points"], int]:
-    """Returns a column's steps and values in order of steps, and the number of values that are not finite."""
+    """Returns a column's steps and values sorted by step, and the number of non-finite values."""
     logged = [(float(row.get("step", number)), float(row[column])) for number, row in enumerate(rows) if column in row]
     kept = sorted(pair for pair in logged if math.isfinite(pair[0]) and math.isfinite(pair[1]))
     table = np.array(kept, dtype=np.float64).reshape(-1, 2)
@@ -130,12 +130,12 @@ def _column_series(
 # ------------------------------------------------------------------------------------------------ drift
 
 Lines = Mapping[str, Mapping[str, Number]]
-"""Values by group number, for each named line."""
+"""Values by group index, for each named line."""
 
 
 @styled
 def drift_figure(deciles: Lines, places: Lines, path: Path | str) -> Path:
-    """Draws KL to the base by weight decile and by position, without empty panels; returns the PNG's path."""
+    """Plots KL to the base by weight decile and by position, omitting empty panels; returns the PNG's path."""
     panels = [
         (title, label, lines)
         for title, label, lines in (

@@ -1,7 +1,7 @@
 """Safe display of text, and the colours of heat maps.
 
-Colour shows weight relative to uniform (w * |y|) on a fixed logarithmic scale, so that maps are comparable: no tint at
-1, warm colours above up to 8, cool colours below down to 1/8.
+Colours show weight relative to uniform (w * |y|) on a fixed logarithmic scale, which makes maps comparable: no tint at
+1, warm colours above (up to 8), cool colours below (down to 1/8).
 """
 
 import math
@@ -27,9 +27,9 @@ _MARKS = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
 def make_visible(text: str) -> str:
     """Makes ``text`` safe to display, with marks for line breaks and tabs.
 
-    Control characters become Unicode control pictures, so that escape sequences never reach a terminal. Bidirectional
-    control characters become [U+202E] and the like, and lone surrogates become the replacement character. In a string
-    of only spaces, the spaces become visible.
+    Control characters become Unicode control pictures, so escape sequences never reach a terminal. Bidirectional
+    control characters become e.g. [U+202E], and lone surrogates become the replacement character. In a string of only
+    spaces, the spaces become visible.
     """
     if text and not text.strip(" "):
         return "␣" * len(text)
@@ -60,7 +60,7 @@ def _show_character(char: str) -> str:
 def shade_of(relative: float | int) -> int:
     """Returns the shade of a weight relative to uniform, from -16 (1/8 or less) to 16 (8 or more); 0 for uniform.
 
-    Negative weights have the shade of their absolute value; NaN has 0.
+    Negative weights have the shade of their absolute value; NaN has shade 0.
     """
     size = abs(relative)
     if math.isnan(size):
@@ -71,7 +71,7 @@ def shade_of(relative: float | int) -> int:
 
 
 def get_tint(shade: int, negative: bool = False) -> RGBA:
-    """Returns red, green, blue (0-255) and opacity (0-1) of a shade, for any background."""
+    """Returns a shade's red, green, blue (0-255) and opacity (0-1), for any background."""
     share = abs(shade) / LEVELS
     if negative:
         return 150, 80, 205, 0.12 + 0.68 * (shade + LEVELS) / (2 * LEVELS)
@@ -90,12 +90,12 @@ def blend(colour: RGBA, background: RGB) -> RGB:
 
 
 def shade_class(relative: float) -> str:
-    """Returns the CSS class of a finite weight, as defined by ``shade_rules``."""
+    """Returns the CSS class of a finite weight, defined by ``shade_rules``."""
     return f"{'v' if relative < 0 else 'h'}{shade_of(relative) + LEVELS}"
 
 
 def shade_rules(scope: str = "", signed: bool = True) -> str:
-    """Returns the CSS rules of all shades within the selector ``scope``; ``signed`` includes negative weights."""
+    """Returns the CSS rules for all shades within the selector ``scope``; ``signed`` includes negative weights."""
     rules = []
     for prefix, negative in (("h", False), ("v", True))[: 2 if signed else 1]:
         for shade in range(-LEVELS, LEVELS + 1):

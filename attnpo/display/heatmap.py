@@ -1,6 +1,6 @@
 """Heat maps of token weights as self-contained HTML, in the terminal, and as SVG.
 
-The HTML needs no other font, script or file; all text from data is escaped, and each line of a response uses its own
+The HTML needs no external font, script or file; all text from data is escaped, and each line of a response has its own
 direction (left to right or right to left).
 """
 
@@ -39,7 +39,7 @@ from attnpo.system.files import write_atomically
 def heatmap_html(pairs: Sequence[PairRecord], *, page: bool = True, title: str = "Token weights") -> str:
     """Renders the heat maps of ``pairs`` as HTML.
 
-    Returns a whole page, or with ``page`` False a fragment (including its style) to embed in one.
+    Returns a whole page or, if ``page`` is False, a fragment (including its style) to embed in a page.
     """
     signed = any(bool((side.weights < 0).any()) for pair in pairs for _, side in pair.sides)
     legend = [(name, shade_class(value)) for name, value in (*LEGEND, *([("negative", -1.0)] if signed else []))]
@@ -70,7 +70,7 @@ def heatmap_terminal(
     """Prints the heat maps of ``pairs`` to ``console``, with both responses side by side if it has 100 columns.
 
     ``numbers``: whether to print w * |y| after each token; by default only if the console has no colours. ``paper``:
-    whether the output becomes a picture on white, for which right-to-left lines must be reordered here.
+    whether to render for an image on a white background, for which right-to-left lines are reordered here.
     """
     with_numbers = console.color_system is None if numbers is None else numbers
     console.print(_legend_text(paper))
@@ -87,7 +87,7 @@ def heatmap_terminal(
 
 
 def write_svg(pairs: Sequence[PairRecord], path: Path | str) -> Path:
-    """Draws the heat maps of ``pairs`` as one SVG on white, 130 characters wide; returns its path."""
+    """Draws the heat maps of ``pairs`` as one SVG on a white background, 130 characters wide; returns its path."""
     out = io.StringIO()  # otherwise a notebook would display the printed text
     console = Console(
         record=True, width=130, file=out, force_terminal=True, force_jupyter=False, color_system="truecolor"
@@ -130,7 +130,7 @@ def _side_panel(name: str, side: WeightedResponse, numbers: bool, paper: bool) -
 
 
 class _MirroredText:
-    """Text whose tokens run from the right edge of each line; the order within a token is left to the viewer."""
+    """Text whose tokens start at the right edge of each line; the viewer determines the order within a token."""
 
     def __init__(self, text: Text) -> None:
         self.text = text
@@ -150,7 +150,7 @@ def _token_style(relative: float, matched: bool, end: bool, paper: bool) -> Styl
 
 
 def shade_style(relative: float | int, paper: bool = False) -> Style:
-    """Returns the text and background colours of a finite relative weight, on a dark terminal or on ``paper``."""
+    """Returns the text and background colours for a finite relative weight, on a dark terminal or on ``paper``."""
     shade = shade_of(relative)
     red, green, blue = blend(get_tint(shade, relative < 0), _WHITE if paper else _DARK)
     letters = _DARK_LETTERS if paper or (shade >= DARK_INK - 3 and relative >= 0) else _LIGHT_LETTERS

@@ -1,4 +1,4 @@
-"""Shared style of figures: colours of arms, axes, legends, and PNG and SVG files for light and dark pages."""
+"""Shared figure style: colours of arms, axes, legends, and PNG and SVG files for light and dark pages."""
 
 import io
 import math
@@ -49,7 +49,7 @@ styled = matplotlib.rc_context(
 
 
 def new_figure(width: Number, height: Number, title: str = "") -> Figure:
-    """Creates an empty figure of ``width`` x ``height`` inches, without a window."""
+    """Creates an empty figure of ``width`` x ``height`` inches without opening a window."""
     figure = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
     if title:
         figure.suptitle(title, fontsize=12, x=0.012, ha="left")
@@ -67,7 +67,7 @@ def save_figure(
     """Saves a PNG of the figure and an SVG next to the PNG, clears the figure, and returns the PNG's path.
 
     Creates the folder if needed. The SVG keeps text as text, has a transparent background and uses lighter lines if the
-    reader prefers dark pages. The other arguments are those of ``Figure.tight_layout``.
+    reader prefers dark mode. The other arguments are passed to ``Figure.tight_layout``.
     """
     figure.tight_layout(h_pad=h_pad, w_pad=w_pad, rect=rect)
     target = Path(path)
@@ -86,7 +86,7 @@ def save_figure(
 
 
 def add_dark_mode(svg: str) -> str:
-    """Adds a style to a matplotlib SVG that changes its colours on dark pages."""
+    """Adds a style to a matplotlib SVG that changes its colours in dark mode."""
     rules = "".join(
         f'[style*="{part}: {light.lower()}"]{{{part}:{dark} !important}}'
         for light, dark in _DARK.items()
@@ -102,7 +102,7 @@ def add_dark_mode(svg: str) -> str:
 
 @dataclass(frozen=True)
 class ArmStyle:
-    """Style of an arm in every figure; ``note`` is appended to the arm's name."""
+    """Style of an arm in all figures; ``note`` is appended to the arm's name."""
 
     colour: str
     marker: str = "o"
@@ -132,7 +132,7 @@ def make_arm_styles(
 ) -> dict[str, ArmStyle]:
     """Assigns a style to each arm, the same in every figure of a study.
 
-    The ``control`` is black (white on a dark page), with dashed lines and square markers. Arms in ``altered`` (weights
+    The ``control`` is black (white in dark mode), with dashed lines and square markers. Arms in ``altered`` (weights
     changed by a transform) have hollow markers; arms in ``told`` (which know the true weights) have dotted lines.
     Colours repeat after twelve arms, with other lines and markers.
     """
@@ -153,7 +153,7 @@ def make_arm_styles(
 
 @dataclass(frozen=True)
 class ScoreInterval:
-    """Score with the two ends of a confidence interval, if there is one."""
+    """Score with the bounds of its confidence interval, if there is one."""
 
     score: Number
     low: Number = math.nan
@@ -171,11 +171,11 @@ def as_score_interval(value: "ScoreInterval | Number") -> ScoreInterval:
 
 
 def axis_limits(values: Sequence[Number], ends: Sequence[Number] = (), margin: float = 0.06) -> tuple[float, float]:
-    """Returns axis limits that show ``values``, and interval ``ends`` up to one span of the values outside them.
+    """Returns axis limits that show ``values``, and interval ``ends`` up to one value range beyond them.
 
-    With eight or more values, outliers are ignored, because they would squeeze the other values together; outliers are
-    drawn at the edge instead. An outlier is farther from the nearest quartile than three times the interquartile range
-    plus a fifth of the larger absolute quartile.
+    With eight or more values, outliers are ignored, because they would compress the other values; they are drawn at the
+    edge instead. An outlier is farther from the nearest quartile than three times the interquartile range plus a fifth
+    of the larger absolute quartile.
     """
     finite = sorted(float(value) for value in values if math.isfinite(value))
     if not finite:
@@ -218,7 +218,7 @@ def draw_interval(
     linewidth: float,
     alpha: float,
 ) -> None:
-    """Draws a finite interval as a bar at ``at``: a vertical bar, or a horizontal one with ``across``."""
+    """Draws a finite interval as a bar at ``at``: vertical, or horizontal if ``across`` is set."""
     if math.isfinite(low) and math.isfinite(high):
         ends, places = [low, high], [at, at]
         axes.plot(*((ends, places) if across else (places, ends)), color=color, linewidth=linewidth, alpha=alpha)

@@ -1,4 +1,4 @@
-"""Report sections as text: on a terminal, in Markdown and LaTeX, and as JSON that can be read back."""
+"""Report sections as terminal text, Markdown, LaTeX, and JSON that can be read back."""
 
 import json
 import os
@@ -24,7 +24,7 @@ WIDTH = 190  # columns, if the output is not a terminal
 
 
 def make_console() -> Console:
-    """Creates the console for tables: as wide as the terminal or COLUMNS; plain text in notebooks too."""
+    """Creates the console for tables: as wide as the terminal or COLUMNS, and plain text even in notebooks."""
     wide = Console().is_terminal or "COLUMNS" in os.environ
     return Console(width=None if wide else WIDTH, force_jupyter=False)
 
@@ -33,7 +33,7 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
     """Prints the sections as text: titles above tables, figures as file names.
 
     Consecutive tables are printed side by side if the console is wide enough. A table that is too wide continues below,
-    so that numbers are not broken across lines.
+    so numbers are never broken across lines.
     """
     for section in sections:
         parts, heading = list(_iter_tables_and_text(section)), section.title
@@ -52,7 +52,7 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
 
 
 def _wrap_note(console: Console, line: str) -> str:
-    """Indents a line below a table, wrapped at words on a terminal but not in output that programs read."""
+    """Indents a line below a table, wrapped at words on a terminal but not in output read by programs."""
     if console.width >= WIDTH:
         return f"  {line}"
     lines = wrap(line, console.width - 2, break_long_words=False, break_on_hyphens=False)
@@ -60,11 +60,11 @@ def _wrap_note(console: Console, line: str) -> str:
 
 
 def split_to_width(console: Console, table: TableBlock) -> list[TableBlock]:
-    """Splits a table into parts that fit the console, each with the key columns of its rows.
+    """Splits a table into parts that fit on the console, each with the key columns of its rows.
 
     Returns the table unchanged if it fits. Numbers are kept whole, with their intervals; row names and text cells wider
-    than a third of the console are wrapped at words, and headers to the width of the cells below. Of several widths for
-    row names, the one that gives the fewest parts is chosen.
+    than a third of the console are wrapped at words, and headers to the width of the cells below. Picks the width for
+    row names that results in the fewest parts.
     """
     if _table_width(console, table) <= console.width:
         return [table]
@@ -81,7 +81,7 @@ def split_to_width(console: Console, table: TableBlock) -> list[TableBlock]:
 
 
 def _count_key_columns(table: TableBlock) -> int:
-    """Counts the key columns: those the table declares, plus text columns needed to tell rows apart."""
+    """Counts the key columns: those the table declares, plus text columns needed to distinguish rows."""
     lines, least = table.cells, min(table.naming, len(table.columns))
     for count in range(least, len(table.columns)):
         if len({tuple(line[:count]) for line in lines}) == len(lines):
@@ -92,7 +92,7 @@ def _count_key_columns(table: TableBlock) -> int:
 
 
 def _group_columns(console: Console, table: TableBlock, naming: int, width: int) -> list[list[int]]:
-    """Returns lists of column indices: parts of a table that fit the console with row names wrapped to ``width``."""
+    """Groups column indices into parts of a table that fit on the console with row names wrapped to ``width``."""
     names = list(range(naming))
     parts = [names]
     for place in range(naming, len(table.columns)):
@@ -108,7 +108,7 @@ def _group_columns(console: Console, table: TableBlock, naming: int, width: int)
 
 
 def _select_columns(table: TableBlock, places: Sequence[int], naming: int, width: int) -> TableBlock:
-    """Selects the columns at ``places``, with row names wrapped to ``width`` if possible."""
+    """Selects the columns at the indices ``places``, with row names wrapped to ``width`` if possible."""
     columns = [table.columns[place] for place in places]
     lines = [[*(_wrap_cell(cell, width) for cell in line[:naming]), *line[naming:]] for line in table.cells]
     return replace(table, columns=columns, rows=[[line[place] for place in places] for line in lines])
@@ -149,7 +149,7 @@ def _table_width(console: Console, table: TableBlock) -> int:
 
 
 def to_latex(sections: Sequence[Section], title: str = "") -> str:
-    """Formats the tables of the sections in LaTeX (package booktabs), and other text as comments."""
+    """Formats the tables in the sections as LaTeX (package booktabs), and other text as comments."""
     told = [title] if title else []
     parts = ["\n".join(f"% {line}" for line in [*told, r"needs \usepackage{booktabs}"])]
     for section in sections:
@@ -160,7 +160,7 @@ def to_latex(sections: Sequence[Section], title: str = "") -> str:
 
 
 def to_markdown(sections: Sequence[Section], title: str = "") -> str:
-    """Formats the sections in Markdown, below ``title`` if given; text becomes lists."""
+    """Formats the sections as Markdown, below ``title`` if given; text becomes lists."""
     parts = [f"# {title}"] if title else []
     for section in sections:
         parts.append(f"## {section.title}")
@@ -224,7 +224,7 @@ def read_tables(path: Path) -> list[Section]:
     """Reads the sections from a file written by ``tables_to_json``; in each section, text follows the tables.
 
     Raises:
-        UserError: the file has another format.
+        UserError: the file has a different format.
     """
     try:
         sections = [
@@ -246,5 +246,5 @@ def read_tables(path: Path) -> list[Section]:
             for section in parse_json(path.read_text(encoding="utf-8"))["sections"]
         ]
     except (ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"{path}: cannot be read as the tables of a study ({problem!r})") from problem
+        raise UserError(f"{path}: cannot be read as study tables ({problem!r})") from problem
     return sections

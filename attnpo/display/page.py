@@ -29,7 +29,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Banner:
-    """Short verdict in large type; ``good`` selects its colour and mark."""
+    """Short verdict in large type; ``good`` determines its colour and mark."""
 
     text: str
     good: bool
@@ -53,7 +53,7 @@ class Image:
 
 @dataclass(frozen=True)
 class CodeBlock:
-    """Text in a fixed-width font with its own line breaks, such as a config or command; collapsed under ``title``."""
+    """Text in a fixed-width font with its line breaks kept, e.g. a config or command; collapsed under ``title``."""
 
     text: str
     title: str = ""
@@ -79,7 +79,7 @@ class Links:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Texts side by side under headings, such as the answers of several models to one prompt."""
+    """Texts side by side under headings, e.g. several models' responses to one prompt."""
 
     prompt: str
     texts: Mapping[str, str]
@@ -100,7 +100,7 @@ def report_page(title: str, sections: Sequence[Section]) -> str:
     """Renders a whole HTML page: title, links to the sections, and the sections in order.
 
     Images, style and script are embedded; the page needs no network, follows the reader's light or dark setting, and
-    works on phones and on paper. The script sorts a table when its header is clicked; the page can be read without it.
+    works on phones and on paper. The script sorts a table when its header is clicked; the page is readable without it.
     All text is escaped except ``RawHtml``.
 
     Raises:
@@ -124,7 +124,7 @@ def _data_url(source: Path) -> str:
     except OSError as error:
         raise UserError(f"report image {source}: cannot be read ({error.strerror}); draw the figure first") from error
     if not data.startswith(_PNG):
-        raise UserError(f"report image {source}: expected a PNG, got something that starts with {data[:8]!r}")
+        raise UserError(f"report image {source}: expected a PNG, got a file that starts with {data[:8]!r}")
     drawing = svg_path(source)
     kind, data = ("svg+xml", drawing.read_bytes()) if drawing.is_file() else ("png", data)
     return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"

@@ -20,14 +20,14 @@ Columns = Mapping[str, Float[Tensor, " m"]]
 
 @dataclass(frozen=True)
 class WeightedResponse:
-    """Response with a weight for each of its m training tokens, the end of turn included.
+    """Response with a weight for each of its m training tokens, including the end of turn.
 
     ``tokens``: the string of each token, including preceding whitespace; if several tokens form one character (byte
-    tokens), the first has the character and the others have "". ``offsets``: half-open character ranges of ``text``,
-    empty for the end of turn; () if unknown. ``length``: |y| as the source counts it, 1 for factors. ``coverage``:
-    share of tokens with characters that match a source token. ``source_coverage`` and ``kept_mass``: shares of the
-    source's tokens and of the source's weights that reached training tokens. All three shares are NaN if unknown.
-    ``scores``: further values per token, e.g. the log-probabilities "logp" (policy) and "reference_logp".
+    tokens), the first contains the character and the others are "". ``offsets``: half-open character ranges of
+    ``text``, empty for the end of turn; () if unknown. ``length``: |y| as the source counts it, 1 for factors.
+    ``coverage``: share of tokens with characters that match a source token. ``source_coverage`` and ``kept_mass``:
+    shares of the source's tokens and weights that reached training tokens. All three shares are NaN if unknown.
+    ``scores``: additional values per token, e.g. the log-probabilities "logp" (policy) and "reference_logp".
     """
 
     text: str
@@ -55,7 +55,7 @@ class WeightedResponse:
 
     @property
     def columns(self) -> Columns:
-        """Returns all numbers per token, by column name."""
+        """Returns all per-token values, by column name."""
         return {"weight": self.weights, "relative": self.relative, **self.scores}
 
     @property
@@ -82,7 +82,7 @@ class WeightedResponse:
 
     @property
     def is_right_to_left(self) -> bool:
-        """Returns whether the first letter with a direction is written from right to left."""
+        """Returns whether the first letter with a direction is right-to-left."""
         texts = (text for text, end in zip(self.tokens, self.end_flags, strict=True) if not end)
         kinds = (unicodedata.bidirectional(char) for text in texts for char in text)
         return next((kind != "L" for kind in kinds if kind in ("L", "R", "AL")), False)
@@ -132,10 +132,10 @@ class WeightedResponse:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "WeightedResponse":
-        """Restores the response from the result of ``to_dict``.
+        """Restores a response from the output of ``to_dict``.
 
         Raises:
-            KeyError, TypeError or ValueError: ``data`` has another format.
+            KeyError, TypeError or ValueError: ``data`` has a different format.
         """
         return cls(
             data["text"],
@@ -161,7 +161,7 @@ class Verdict:
 
     @property
     def p_chosen(self) -> float | None:
-        """Returns the probability of the chosen response's label, or None if the verdict was not read."""
+        """Returns the probability of the chosen response's label; None if the verdict was not read."""
         if self.logits is None:
             return None
         margin = (self.logits[0] - self.logits[1]) * (1 if self.chosen_is_a else -1)

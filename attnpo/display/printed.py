@@ -1,7 +1,7 @@
-"""Comparison with published numbers: reads a paper's tables from CSV files and joins them with ours by key columns.
+"""Compares our tables with published ones: reads a paper's tables from CSV files and joins them with ours by keys.
 
-Our tables stay as they are. A joined table has the published rows with our matching rows. For each column present in
-both it has our number, the published number and, unless both are integers such as ranks, the difference (ours minus
+Our tables stay unchanged. A joined table combines the published rows with our matching rows. For each column present in
+both, it shows our number, the published number and, unless both are integers (e.g. ranks), the difference (ours minus
 published). Missing values are None in the rows and shown as dashes (``format_missing``).
 """
 
@@ -24,7 +24,7 @@ class KeyedTable:
 
     ``group``: column that only our table has (e.g. the kind of weights); the rows of each group are joined with all
     published rows. ``digits``: decimals by column. ``reading``: the table to display instead of the full numbers, e.g.
-    with several rounded numbers per cell as in a paper.
+    with several rounded numbers per cell, as in a paper.
     """
 
     name: str
@@ -50,8 +50,8 @@ class PublishedTable:
 def read_published_table(path: Path, keys: Sequence[str], names: Mapping[str, str] | None = None) -> PublishedTable:
     """Reads a table from a CSV file with a header line.
 
-    ``keys``: columns that stay text even if all their cells are numbers (a token can be "1"). ``names``: maps headers
-    to our column names.
+    ``keys``: columns that stay text even if all their cells are numbers (a token can be "1"). ``names``: our column
+    names, by header.
 
     Raises:
         UserError: the file is not a CSV table with a header line.
@@ -95,10 +95,10 @@ def _parse_numbers(texts: Sequence[str]) -> list[Cell] | None:
 
 
 def find_matching_table(tables: Sequence[KeyedTable], printed: PublishedTable) -> int:
-    """Returns the index of the table that shares the most number columns with ``printed``.
+    """Returns the index of the table that shares the most numeric columns with ``printed``.
 
     Raises:
-        UserError: no table shares a number column.
+        UserError: no table shares a numeric column.
     """
     shared = [
         len(set(table.columns) & set(printed.columns) - set(table.keys)) * bool(set(table.keys) & set(printed.columns))
@@ -115,7 +115,7 @@ def find_matching_table(tables: Sequence[KeyedTable], printed: PublishedTable) -
 def join_published(table: KeyedTable, printed: PublishedTable, *, fold: bool = False) -> KeyedTable:
     """Joins published rows with our matching rows, separately for each of our groups.
 
-    Rows match if the key columns present in both are equal. ``fold``: whether to ignore case in keys, which is right
+    Rows match if the key columns present in both are equal. ``fold``: whether to ignore case in keys, which is correct
     for names but not for tokens.
 
     Raises:
@@ -180,12 +180,12 @@ def has_same_keys(
 
 
 def file_label(path: Path) -> str:
-    """Returns a file's name with its parent folder, as a label in notes and titles."""
+    """Returns a file's name with its parent folder, used as a label in notes and titles."""
     return "/".join(path.parts[-2:])
 
 
 def unmatched_columns(table: KeyedTable) -> list[str]:
-    """Returns the columns of a joined table that have published numbers but no numbers of ours."""
+    """Returns the columns of a joined table that have published numbers but none of ours."""
     names = [name.removesuffix(PRINTED) for name in table.columns if name.endswith(PRINTED)]
     return [name for name in names if all(row.get(name) is None for row in table.rows)]
 

@@ -27,7 +27,7 @@ class TableBlock:
     """Table with columns and rows; ``digits``: decimals of floats, for all columns or by column name.
 
     ``naming``: number of leading columns that identify a row, repeated when a wide table is split. ``notes``:
-    explanations of columns by header, shown on pages above the header and in a list below the table.
+    explanations of columns by header, shown above the header and in a list below the table on pages.
     """
 
     columns: Sequence[str]
@@ -39,17 +39,17 @@ class TableBlock:
 
     @property
     def cells(self) -> list[list[Cell]]:
-        """Returns the cells of every row in column order."""
+        """Returns the cells of each row in column order."""
         return ordered_cells(self.columns, self.rows)
 
     @property
     def decimals(self) -> list[int]:
-        """Returns the decimals of each column."""
+        """Returns the number of decimals of each column."""
         digits = self.digits
         return [digits if isinstance(digits, int) else digits.get(name, DEFAULT_DIGITS) for name in self.columns]
 
     def format_cells(self, as_stored: bool = False) -> tuple[list[list[str]], list[bool]]:
-        """Returns formatted cells, and for each column whether it has only numbers (apart from empty cells).
+        """Returns formatted cells, and for each column whether it contains only numbers (apart from empty cells).
 
         Control characters are made visible unless ``as_stored``.
         """
@@ -61,9 +61,9 @@ class TableBlock:
 
 
 def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
-    """Formats a cell: floats with ``digits`` decimals, integers as they are, None as an empty string.
+    """Formats a cell: floats with ``digits`` decimals, integers unchanged, None as an empty string.
 
-    A non-zero float that would be printed as zero (e.g. a learning rate among win rates) is written like 5.0e-07.
+    A non-zero float that would be printed as zero (e.g. a learning rate among win rates) is formatted like 5.0e-07.
     """
     if value is None:
         return ""
@@ -78,7 +78,7 @@ def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
 
 
 def round_half_up(value: float, digits: int) -> float:
-    """Rounds a finite number to ``digits`` decimals, halves away from zero (10.125 gives 10.13).
+    """Rounds a finite number to ``digits`` decimals, halves away from zero (10.125 becomes 10.13).
 
     Uses the shortest decimal representation of the number, which hides binary rounding errors.
     """
@@ -105,7 +105,7 @@ def table_rich(table: TableBlock) -> RichTable:
 
 
 def table_markdown(table: TableBlock) -> str:
-    """Formats the table in GitHub's Markdown without a trailing newline; escapes bars and line breaks."""
+    """Formats the table as GitHub Markdown without a trailing newline; escapes bars and line breaks."""
     cells, right = table.format_cells()
     lines = [list(table.columns), ["---:" if numeric else "---" for numeric in right], *cells]
     return "\n".join("| " + " | ".join(_markdown_cell(cell) for cell in line) + " |" for line in lines)
@@ -136,7 +136,7 @@ def table_latex(table: TableBlock, title: str = "") -> str:
 
 
 def table_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
-    """Formats the table as CSV with a header line; floats are written with full precision."""
+    """Formats the table as CSV with a header line; floats have full precision."""
     cells = [["" if value is None else str(value) for value in line] for line in ordered_cells(columns, rows)]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([list(columns), *cells])
@@ -144,7 +144,7 @@ def table_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def table_html(table: TableBlock) -> str:
-    """Renders the table as an HTML element without style; numeric columns have the class "num"; text is escaped.
+    """Renders the table as an unstyled HTML element; numeric columns have the class "num"; text is escaped.
 
     Notes are shown above the headers and in a collapsed list below the table.
     """
@@ -158,7 +158,7 @@ def table_html(table: TableBlock) -> str:
 
 
 def ordered_cells(columns: Sequence[str], rows: Sequence[Row]) -> list[list[Cell]]:
-    """Returns the cells of every row in column order."""
+    """Returns the cells of each row in column order."""
     if not columns or len(set(columns)) != len(columns):
         raise UserError(f"table: expected at least one column and unique names, got {list(columns)}")
     out: list[list[Cell]] = []

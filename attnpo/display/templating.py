@@ -1,4 +1,4 @@
-"""HTML from ``templates/``: text is escaped, and invisible or control characters are made visible."""
+"""Renders HTML from ``templates/``: text is escaped, and invisible or control characters are made visible."""
 
 from pathlib import Path
 

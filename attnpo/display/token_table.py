@@ -1,4 +1,4 @@
-"""Terminal tables of pairs: both responses side by side, one token and its number per line."""
+"""Terminal tables of pairs: both responses side by side, one token and its value per line."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _DIGITS = {"relative": ".2f", "weight": ".4f", "logp": ".3f", "reference_logp": 
 
 
 def print_pairs(pairs: Sequence[WeightedPair], column: str, console: Console) -> None:
-    """Prints the pairs with the numbers of ``column`` to ``console``, at full width."""
+    """Prints the pairs with the values of ``column`` to ``console``, at full width."""
     previous = None
     for pair in pairs:
         if pair.pair.pair_id != previous:
@@ -84,7 +84,7 @@ def _format_tokens(side: WeightedResponse, column: str) -> list[tuple[Text, Text
 
 
 def _format_number(value: float, column: str) -> str:
-    """Formats ``value`` for the column; rounding errors and numbers that round to 0 have no sign."""
+    """Formats ``value`` for the column; values that round to 0 have no sign."""
     said = f"{0.0 if abs(value) < _NOTHING else value:{_DIGITS.get(column, '+.3g')}}"
     return said.lstrip("+-") if float(said) == 0 else said
 

@@ -87,9 +87,9 @@ class _PairViews(ABC):
 class WeightedPair(_PairViews, PairRecord):
     """Pair with token weights that can be displayed, saved and recomputed at other layers.
 
-    ``layer``: number of the layer, None for sources without layers. ``captured``: raw weights on the source's tokens.
-    ``again``: recomputes the weights at another layer or for one round. ``view``: names that tell these weights from
-    others of the pair, if several sets are shown. ``traces``: reasoning traces that the judge wrote before the
+    ``layer``: layer number, None for sources without layers. ``captured``: raw weights on the source's tokens.
+    ``again``: recomputes the weights at another layer or for one round. ``view``: names that distinguish these weights
+    from the pair's other sets, if several are shown. ``traces``: reasoning traces that the judge generated before the
     verdicts.
     """
 
@@ -104,7 +104,7 @@ class WeightedPair(_PairViews, PairRecord):
         return (self,)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns one mapping per token, chosen response first: pair, view, token, character range and numbers."""
+        """Returns one mapping per token, chosen response first: pair, view, token, character range and values."""
         found = []
         for name, side in self.sides:
             columns = {column: values.tolist() for column, values in side.columns.items()}
@@ -129,13 +129,13 @@ class WeightedPair(_PairViews, PairRecord):
     def at(self, layer: int | str | None = None, *, round: int | None = None) -> "WeightedPair":
         """Returns the same pair at another layer, or for one judge round (1: chosen is A, 2: chosen is B).
 
-        Needs no further forward pass of the judge.
+        Needs no additional forward pass of the judge.
 
         Raises:
             UserError: the layer or round was not captured.
         """
         if self.again is None:
-            raise UserError(f"pair {self.pair.pair_id}: weights of other layers were not kept")
+            raise UserError(f"pair {self.pair.pair_id}: weights of other layers were not stored")
         return self.again(layer, round)
 
     def to_dict(self) -> dict[str, object]:
@@ -154,10 +154,10 @@ class WeightedPair(_PairViews, PairRecord):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "WeightedPair":
-        """Restores the pair from the result of ``to_dict``.
+        """Restores a pair from the output of ``to_dict``.
 
         Raises:
-            KeyError, TypeError or ValueError: ``data`` has another format.
+            KeyError, TypeError or ValueError: ``data`` has a different format.
         """
         chosen, rejected = (WeightedResponse.from_dict(data[side]) for side in SIDES)
         said = (
@@ -212,14 +212,14 @@ def pair_with_weights(
     captured: PairWeights | None = None,
     scores: Sequence[Mapping[str, Float[Tensor, " _"]]] = ({}, {}),
 ) -> WeightedPair:
-    """Combines a pair with the weights of its training example.
+    """Combines a pair with the weights from its training example.
 
     Args:
         pair: texts of prompt and responses.
         example: training ids with character ranges, and weights.
         decode: returns the text of a single token id, for tokens without characters (end of turn) and verdicts.
-        captured: the source's weights by judge round, from which the verdicts are taken.
-        scores: further values per token by name, for the chosen and the rejected response.
+        captured: the source's weights by judge round, which include the verdicts.
+        scores: additional per-token values by name, for the chosen and the rejected response.
     """
     chosen, rejected = (
         WeightedResponse(
@@ -248,7 +248,7 @@ def pair_with_weights(
 
 
 def _iter_token_texts(text: str, encoded: EncodedResponse, decode: Callable[[int], str]) -> Iterator[str]:
-    """Yields each token's text, with preceding characters that no offsets cover, e.g. spaces."""
+    """Yields each token's text, including preceding characters not covered by any offsets, e.g. spaces."""
     shown = 0
     for token_id, (start, end) in zip(encoded.response_ids, encoded.offsets, strict=True):
         yield decode(token_id) if end <= start else text[shown : max(shown, end)]

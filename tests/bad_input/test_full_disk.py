@@ -133,7 +133,7 @@ def test_a_run_whose_steps_are_saved_says_how_to_go_on(
     assert said.startswith(
         f"error: result.json cannot be written: {os.strerror(number)}; the last saved step is 1, in "
     )
-    assert "free space, then continue with " in said and "name=r resume=auto" in said and said.count("\n") == 1
+    assert "free some space, then continue with " in said and "name=r resume=auto" in said and said.count("\n") == 1
 
 
 def test_a_grade_that_does_not_fit_leaves_those_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
