@@ -1,4 +1,4 @@
-"""Composes the config of every arm and point of a study, and checks which overrides a user may give."""
+"""Composes the configs of a study's arms and grid points, and checks the user's overrides."""
 
 import logging
 import re
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ComposedConfig:
-    """Config of an arm or a point as composed by Hydra, with the command-line overrides that produce it."""
+    """Hydra config of an arm or a grid point, with the command-line overrides that produce it."""
 
     raw: DictConfig
     overrides: list[str]
@@ -44,7 +44,7 @@ class ComposedConfig:
         return cfg
 
     def with_values(self, values: Mapping[str, Json], overrides: Sequence[str] = ()) -> "ComposedConfig":
-        """Returns a copy with ``values`` set by key; interpolations such as ``${seed}`` then resolve to them."""
+        """Returns a copy with ``values`` set by key; interpolations like ``${seed}`` resolve to the new values."""
         raw, given = self.raw.copy(), merge_overrides(self.overrides, overrides)
         for key, value in values.items():
             OmegaConf.update(raw, key, value)
@@ -75,7 +75,7 @@ def merge_overrides(*layers: Sequence[str]) -> list[str]:
 
 
 class RawStudyNode(TypedDict, total=False):
-    """Config node of a study with unresolved interpolations."""
+    """Study config node with unresolved interpolations."""
 
     arms: dict[str, list[str]]
     truth_arms: dict[str, list[str]] | None
@@ -88,7 +88,7 @@ class Composer:
     """Composes the configs of a study's arms from the user's ``overrides`` and ``config_dir``.
 
     ``seed``: first seed of the study. ``truth``: whether the setting's true reward is known. ``tracked``: overrides
-    that put all points into one W&B group, unless the user has named a group.
+    that put all runs into one W&B group, unless the user has set one.
     """
 
     study: Study
@@ -100,23 +100,23 @@ class Composer:
 
     @property
     def arms(self) -> dict[str, list[str]]:
-        """Returns the overrides of every arm by name, for all worlds."""
+        """Returns each arm's overrides, keyed by arm name; they are the same in all worlds."""
         return self.study.all_arms(self.truth)
 
     @property
     def _shared(self) -> list[str]:
-        """Returns the study's shared overrides, without those of ``truth`` if the setting has no true reward."""
+        """Returns the study's shared overrides; those of ``truth`` are dropped if the setting has no true reward."""
         return [item for item in self.study.shared if self.truth or not override_key(item).startswith("truth.")]
 
     def overrides_for_points(self) -> list[str]:
-        """Returns the user's overrides that apply to points: all except those for keys that only a study has."""
+        """Returns the user's overrides that apply to single runs: all except those of study-only keys."""
         return [override for override in self.overrides if not override_key(override).startswith(OF_STUDY)]
 
     def compose_arm(self, overrides: Sequence[str], world: str = ONLY) -> ComposedConfig:
         """Composes the config of one arm in one world.
 
         An arm's overrides take precedence over those of its world, which take precedence over the user's. A user
-        override such as ``weights.layer=2`` applies to the arms that have this key; for other arms it is ignored and
+        override like ``weights.layer=2`` applies to the arms that have this key; for other arms it is ignored and
         logged.
         """
         user, single = self.overrides_for_points(), [SINGLE, "seeds=null", f"seed={self.seed}", *self.tracked]
@@ -137,7 +137,7 @@ class Composer:
         return ComposedConfig(compose("fit", merged, self.config_dir), merged)
 
     def compose_all_arms(self) -> dict[tuple[str, str], ComposedConfig]:
-        """Composes the configs of all arms by world and name; the layer arm is not yet split into single layers."""
+        """Composes the configs of all arms, keyed by world and name; the layer arm is not yet split into layers."""
         return {
             (world, name): self.compose_arm(overrides, world)
             for world in self.study.worlds or [ONLY]
@@ -161,7 +161,7 @@ class Composer:
 
 
 def make_composer(cfg: FitConfig, study: Study) -> Composer:
-    """Makes the composer of a study's arms from the user's command."""
+    """Creates a composer for the study's arms from the user's command."""
     wandb, given = cfg.logger.wandb, cfg.composed
     tracked = (f"logger.wandb.group={quote(study.name)}",) if wandb is not None and wandb.group is None else ()
     return Composer(study, given.overrides, given.config_dir, cfg.seed, cfg.truth is not None, tracked)
@@ -170,14 +170,14 @@ def make_composer(cfg: FitConfig, study: Study) -> Composer:
 def check_user_overrides(composer: Composer, result: Mapping[str, object]) -> None:
     """Checks that the user's overrides do not conflict with the study.
 
-    An arm's layer, and keys that an arm interpolates from others (``${...}``), may be overridden: the arm keeps its own
-    value and the other arms take the user's. ``result``: settings of the composed command that can change its results
+    The user may override an arm's layer and keys that an arm interpolates (``${...}``): that arm keeps its own value,
+    and the other arms use the user's. ``result``: settings of the composed command that can change its results
     (``RunIdentity.result``).
 
     Raises:
-        UserError: an override sets a config group that arms choose, a key that an arm, a world or the grid sets, or a
-            layer or judge that differs between arms; no arm has the key of an override; or the experiment sets more
-            than its study and seed, which points would not get because they are composed without the experiment.
+        UserError: an override sets a config group that arms select, a key that an arm, a world or the grid sets, or a
+            layer or judge that differs between arms; an override's key exists in no arm; or the experiment sets keys
+            other than its study and seed, which would be lost because runs are composed without the experiment.
     """
     study, user, arms = composer.study, composer.overrides_for_points(), list(composer.arms.values())
     chosen = {override_key(item) for overrides in arms for item in overrides if "." not in override_key(item)}
@@ -187,7 +187,7 @@ def check_user_overrides(composer: Composer, result: Mapping[str, object]) -> No
         study, "worlds", fixed, [override for override in user if _has_overlap(override_key(override), fixed)]
     )
     for problem in (*_arm_key_conflicts(composer, user, chosen), *_grid_conflicts(composer, user)):
-        raise UserError(f"study {study.name}: {problem}, or give {SINGLE} for a single run")
+        raise UserError(f"study {study.name}: {problem}, or use {SINGLE} for a single run")
     for override in user:
         group, dot, _ = override_key(override).partition(".")
         if dot and group in chosen and not any(composer.has_key(override, arm) for arm in arms):
@@ -198,13 +198,13 @@ def check_user_overrides(composer: Composer, result: Mapping[str, object]) -> No
     for key, value in result.items():
         if value != alone.get(key):
             raise UserError(
-                f"study {study.name}: its experiment sets {key}, but points are composed without the experiment: move "
-                "this setting to study.shared, or give it on the command line"
+                f"study {study.name}: its experiment sets {key}, but runs are composed without the experiment: move "
+                "this setting to study.shared, or set it on the command line"
             )
 
 
 def _arm_key_conflicts(composer: Composer, user: Sequence[str], chosen: set[str]) -> Iterator[str]:
-    """Yields error messages for user overrides of keys in which the arms differ."""
+    """Yields error messages for user overrides of keys that differ between arms."""
     written = composer.raw_study_node
     given = {**composer.arms, **written["arms"], **(written.get("truth_arms") or {})}
     sets = [item for name in composer.arms for item in given[name]]
@@ -219,12 +219,12 @@ def _arm_key_conflicts(composer: Composer, user: Sequence[str], chosen: set[str]
             )
         if composer.study.layers and key == LAYERS:
             yield (
-                f"study.layers makes one arm per layer, but {override} would make all these arms read the same layers: "
-                f"give study.layers={override.partition('=')[2]} instead"
+                f"study.layers creates one arm per layer, but {override} would make all of them read the same layers: "
+                f"use study.layers={override.partition('=')[2]} instead"
             )
         if "judge" in chosen and key in WHOSE:
             yield (
-                f"the arms use different judges, but {override} would make all arms use the same one: give "
+                f"the arms use different judges, but {override} would make all arms use the same one: set "
                 "other_judge.path to change the second judge"
             )
 
@@ -237,11 +237,11 @@ def _grid_conflicts(composer: Composer, user: Sequence[str]) -> Iterator[str]:
         axis = f"{short_key(key)}=[{value}]" if key in (LR, BETA) else f"keys={{{key}:[{value}]}}"
         sets = [f"{name}.{axis}" for name, grid in grids if key in grid.axes]
         if sets:
-            yield f"{override} would have no effect, because the study's grid sets this key: give {' '.join(sets)}"
+            yield f"{override} would have no effect, because the study's grid sets this key: use {' '.join(sets)}"
 
 
 def _grids_by_key(composer: Composer) -> Iterator[tuple[str, Grid]]:
-    """Yields each grid that an arm of the study uses, with the config key that overrides the grid."""
+    """Yields each grid used by an arm of the study, with the config key that overrides it."""
     study, arms, node = composer.study, composer.arms, composer.raw_study_node
     named = {"study.grid": (node.get("grid"), study.grid)} if any(name not in study.grids for name in arms) else {}
     own = node.get("grids") or {}
@@ -254,7 +254,7 @@ def _grids_by_key(composer: Composer) -> Iterator[tuple[str, Grid]]:
 
 
 def _has_overlap(key: str, others: set[str]) -> bool:
-    """Returns whether ``key`` equals, contains or is part of one of ``others``; config groups overlap with no key."""
+    """Returns whether ``key`` equals, contains or is part of one of ``others``; always False for config groups."""
     return key in others or (
         "." in key and any(is_at_or_below(key, [other]) or is_at_or_below(other, [key]) for other in others)
     )
@@ -264,7 +264,7 @@ def _raise_on_conflict(study: Study, of: str, chosen: set[str], clash: Sequence[
     if clash:
         raise UserError(
             f"study {study.name} sets {', '.join(sorted(chosen))} for each of its {of}, so {' '.join(clash)} would "
-            f"have no effect: remove it, or give {SINGLE} for a single run"
+            f"have no effect: remove it, or use {SINGLE} for a single run"
         )
 
 
@@ -274,13 +274,13 @@ def check_distinct_arms(
     composed: Mapping[tuple[str, str], ComposedConfig],
     depths: Mapping[tuple[str, str], int] | None = None,
 ) -> None:
-    """Checks that no two arms of a world train identical points.
+    """Checks that no two arms of a world would train identical runs.
 
-    ``composed``: configs by world and arm. ``depths``: number of layers of each arm's judge, where known, to resolve
-    layers such as "last".
+    ``composed``: configs by world and arm. ``depths``: number of layers of each arm's judge, if known, used to resolve
+    layers like "last".
 
     Raises:
-        UserError: two arms would train identical points; the message names both.
+        UserError: two arms would train identical runs; the message names both.
     """
     seen: dict[str, Arm] = {}
     for arm in arms:
@@ -290,7 +290,7 @@ def check_distinct_arms(
         if other is not arm:
             raise UserError(
                 f"study {study.name}: arms {other.label} and {arm.label} would train identical runs: remove the "
-                f"override that makes the two equal, or one of the arms"
+                f"override that makes them identical, or one of the arms"
             )
 
 
@@ -305,7 +305,7 @@ def _training_identity(made: ComposedConfig, grid: Grid, depth: int) -> dict[str
 
 
 def point_config(arm: ComposedConfig, point: Point, scorers: Mapping[str, str] | None = None) -> ComposedConfig:
-    """Returns the config of a point, derived from ``arm``. ``scorers``: model folders of trained scorers by name."""
+    """Derives the config of a point from that of its arm. ``scorers``: model folders of trained scorers by name."""
     named = scorer_names_by_key(arm.overrides).items() if scorers else ()
     paths = [f"{key}={quote(scorers[name])}" for key, name in named if scorers]
     own = [*point.values, f"seed={point.seed}", *paths]
@@ -320,7 +320,7 @@ def parse_yaml_value(text: str) -> Json:
 
 
 def point_folder(folder: Path, point: Point, result: Mapping[str, object], facts: Mapping[str, object]) -> Path:
-    """Returns the run folder of a point, named by arm, grid values, seed and ``run_digest``.
+    """Returns a point's run folder, named after its arm, grid values, seed and ``run_digest``.
 
     ``result``: settings of the point's config that can change its results (``RunIdentity.result``). ``facts``:
     fingerprints of the code and of the files and folders that the config names.
@@ -332,7 +332,7 @@ def point_folder(folder: Path, point: Point, result: Mapping[str, object], facts
 
 
 def run_digest(result: Mapping[str, object], facts: Mapping[str, object]) -> str:
-    """Returns the digest of everything that can change a run's results: settings, files named there, and ``facts``."""
+    """Returns a digest of everything that can change a run's results: settings, the files they name, and ``facts``."""
     return digest({"config": result, "files": digest_named_files(result), "facts": dict(facts)})
 
 
@@ -352,10 +352,10 @@ LATER = {
 
 
 def arm_identity(result: Mapping[str, object]) -> dict[str, object]:
-    """Returns the settings in ``result`` that identify an arm: all except seeds, which differ between an arm's points.
+    """Returns the settings in ``result`` that identify an arm: all except seeds, which differ between its runs.
 
-    An option added in a later version is left out while it has the value that older configs imply, so that digests of
-    older studies stay valid.
+    Options added in later versions are omitted if they have the value that older configs imply, so digests of older
+    studies stay valid.
     """
     return {
         key: value

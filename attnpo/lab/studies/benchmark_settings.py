@@ -1,4 +1,4 @@
-"""Composes the configs of a study's evaluations and checks them before anything is trained."""
+"""Composes a study's evaluation configs and checks them before training starts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from attnpo.schema import UserError
 from attnpo.system.files import Json
 
 OF_BASE = "BASE"
-"""Placeholder in ``study.evaluate`` for the path of a row's base, which depends on the row's world and seed."""
+"""Placeholder in ``study.evaluate`` for the path of a row's base model, which depends on its world and seed."""
 GRAMMAR = "benchmark.grammar"
 
 
 @dataclass(frozen=True)
 class EvaluationConfigs:
-    """Composer of a study's evaluation configs, which all share one ``accelerator``.
+    """Composes a study's evaluation configs, which all use the same ``accelerator``.
 
-    ``config_dir``: folder with the user's own configs. ``grammar``: grammar of the study's own world; empty if there is
-    none.
+    ``config_dir``: folder with the user's own configs. ``grammar``: grammar of the study's own world, if it has one;
+    otherwise empty.
     """
 
     study: Study
@@ -44,7 +44,7 @@ class EvaluationConfigs:
         grammar: Mapping[str, Json] | None = None,
         **named: str,
     ) -> EvaluateConfig:
-        """Composes the config of ``attnpo.evaluate`` for one model. ``named``: values of ``label`` and ``output``.
+        """Composes the ``attnpo.evaluate`` config for one model. ``named``: values of ``label`` and ``output``.
 
         ``grammar``: grammar of the model's world, for benchmarks that need one; a grammar in ``study.evaluate`` takes
         precedence.
@@ -84,7 +84,7 @@ def _explain_error(study: Study, benchmark: str, problem: Exception) -> str:
 
 
 def prepared_grammar(prepare: Json) -> Mapping[str, Json]:
-    """Returns the grammar of the world that a config node ``prepare`` builds; empty if there is none."""
+    """Returns the grammar from a ``prepare`` config node; empty if it has none."""
     grammar = prepare.get("grammar") if isinstance(prepare, dict) else None
     return grammar if isinstance(grammar, dict) else {}
 
@@ -93,10 +93,9 @@ def prepared_grammar(prepare: Json) -> Mapping[str, Json]:
 
 
 def check_benchmarks(evaluations: EvaluationConfigs, base: ModelSpec | None) -> None:
-    """Checks a study's benchmarks, to find errors before anything is trained.
+    """Checks a study's benchmarks, so that errors surface before training starts.
 
-    ``base``: model that training starts from; None if it is not built yet, in which case settings that refer to it are
-    not checked.
+    ``base``: model that training starts from; if None (not built yet), settings that refer to it are not checked.
 
     Raises:
         UserError: unknown benchmark or key, missing data, a grader without its API key or package, a cost limit

@@ -1,8 +1,8 @@
-"""Evaluates a study's models on benchmarks: the base, the chosen point of every arm, and published models.
+"""Evaluates a study's models on benchmarks: the base, each arm at its best point, and published models.
 
-Evaluations are saved in ``benchmarks/BENCHMARK/ROW`` of the study's folder, and a repeated command resumes them. Points
-save no checkpoint, so a chosen point runs once more to save its model; if an arm has a single point, the first run
-already saves the model.
+Evaluations are saved to ``benchmarks/BENCHMARK/ROW`` in the study's folder; running the command again resumes them.
+Grid points save no checkpoints, so the best point is rerun to save its model; if an arm has only one point, its first
+run already saves the model.
 """
 
 import logging
@@ -48,7 +48,7 @@ class BenchmarkTarget:
     """Model to evaluate for the table row ``name`` of a world.
 
     ``label``: name of the model in its evaluation's reports. ``folder``: name of the evaluation folder. ``base``: path
-    of the base for the model's world and seed. ``lost``: reason why there is no model; empty if there is one.
+    of the base for the model's world and seed. ``lost``: why the model is missing; empty if it exists.
     """
 
     world: str
@@ -66,7 +66,7 @@ class BenchmarkTarget:
 def log_grading_cost(
     evaluations: EvaluationConfigs, arms: Sequence[Arm], bases: Mapping[WorldSeed, SharedInputs], folder: Path
 ) -> None:
-    """Logs the maximum number of grading calls in the whole study, with the tokens and cost of these calls."""
+    """Logs the maximum number of grading calls in the whole study, and their token counts and cost."""
     study = evaluations.study
     model = next(basis.model for basis in bases.values() if basis.model is not None)
     points = sum(arm.world == world for arm in arms for world, _ in bases)
@@ -100,10 +100,10 @@ def measure_benchmarks(
     bases: Mapping[WorldSeed, SharedInputs],
     workers: WorkerSettings,
 ) -> Outcome:
-    """Evaluates all rows on ``study.benchmarks`` and returns the outcome with their scores.
+    """Evaluates all rows on ``study.benchmarks`` and returns the outcome with the scores added.
 
-    ``workers`` rerun chosen points that have not saved a model. A failure in one row is reported and does not stop the
-    other rows.
+    ``workers`` rerun the best points that have not saved a model. If one row fails, the failure is reported and the
+    other rows continue.
     """
     exports, lost, said = export_chosen_models(outcome, own, bases, workers)
     several = len({seed for _, seed in bases}) > 1
@@ -144,7 +144,7 @@ def measure_benchmarks(
 
 
 def _base_targets(bases: Mapping[WorldSeed, SharedInputs]) -> Iterator[BenchmarkTarget]:
-    """Yields the base of every world and seed; a shared base is evaluated once."""
+    """Yields the base model of each world and seed; a base shared between them is only evaluated once."""
     folders = {place: _base_folder(basis) for place, basis in bases.items()}
     for (world, seed), basis in bases.items():
         if basis.model is not None:
@@ -175,7 +175,7 @@ def _published_targets(outcome: Outcome, bases: Mapping[WorldSeed, SharedInputs]
 def _evaluate_target(
     evaluations: EvaluationConfigs, benchmark: str, one: BenchmarkTarget, grammar: Mapping[str, Json], folder: Path
 ) -> EvaluationResult | str:
-    """Evaluates one model on one benchmark, saving to ``folder``; returns the result, or an error message."""
+    """Evaluates one model on one benchmark and saves to ``folder``; returns the result, or an error message."""
     log.info("benchmark %s: evaluating %s", benchmark, one.label)
     try:
         made = evaluations.compose_config(benchmark, one.model, one.base, grammar, label=one.label, output=str(folder))
@@ -188,7 +188,7 @@ def _evaluate_target(
         log.error("benchmark %s, %s failed: %s", benchmark, one.label, error_text(error))
         return last_line(error_text(error))
     if result is None:
-        return "some grading calls got no reply; run the same command again to repeat them"
+        return "some grading calls received no reply; run the same command again to retry them"
     score = result.score(result.main)
     if score is None or not math.isfinite(score.mean):
         return f"the score {result.main} is not a finite number; see {folder}"
@@ -196,9 +196,9 @@ def _evaluate_target(
 
 
 def remaining_limits(limits: GradingLimits, grader: Grader, folder: Path) -> dict[str, float]:
-    """Returns the parts of ``limits.max_cost`` and ``limits.max_calls`` left by a study's other evaluations, by key.
+    """Returns how much of ``limits.max_cost`` and ``limits.max_calls`` other evaluations have left, by key.
 
-    Outside studies, these limits apply to the folder of one evaluation; in a study, to all sibling folders together.
+    Outside a study, these limits apply to a single evaluation; in a study, to the total over all sibling folders.
     """
     if limits.max_cost is None and limits.max_calls is None:
         return {}
@@ -213,7 +213,7 @@ def remaining_limits(limits: GradingLimits, grader: Grader, folder: Path) -> dic
 
 
 def combine_seed_scores(found: Sequence[EvaluationResult | str]) -> RowScore:
-    """Combines a row's evaluations, one per seed, into one score; a failed evaluation is given as its error message."""
+    """Combines a row's evaluations, one per seed, into one score; failed evaluations are passed as error messages."""
     results = [each for each in found if not isinstance(each, str)]
     scores = [score for each in results if (score := each.score(each.main)) is not None]
     if not scores:
@@ -238,7 +238,7 @@ def combine_seed_scores(found: Sequence[EvaluationResult | str]) -> RowScore:
 
 @dataclass(frozen=True)
 class ModelExport:
-    """Chosen point and the run folder with its model. ``wanted``: whether the user wants checkpoints of all points."""
+    """Best point and the run folder with its model. ``wanted``: whether the user wants checkpoints of all points."""
 
     point: Point
     result: RunResult
@@ -258,9 +258,9 @@ def export_chosen_models(
     bases: Mapping[WorldSeed, SharedInputs],
     workers: WorkerSettings,
 ) -> tuple[list[ModelExport], dict[Point, str], list[str]]:
-    """Makes the models of all chosen points; returns the exports, error messages by point, and warnings.
+    """Saves the models of all best points; returns the exports, error messages by point, and warnings.
 
-    A saved model is reused if settings and inputs are unchanged: the folder name contains a digest of both.
+    A saved model is reused if its settings and inputs are unchanged; the folder name contains a digest of both.
     """
     study, folder = outcome.study, outcome.folder
     chosen: list[ModelExport] = []
@@ -289,20 +289,20 @@ def _rerun_points(study: str, exports: list[ModelExport], workers: WorkerSetting
         log.info("study %s: rerunning %d selected points to save their models", study, len(exports))
     for export in exports:
         if read_result(export.run)[0] is not None:
-            log.warning("%s: the model is missing or damaged, so the point runs again", export.run)
+            log.warning("%s: the model is missing or damaged; rerunning the point", export.run)
             shutil.rmtree(export.run)
     jobs = [(export.made.overrides, export.run) for export in exports]
     alone = needs_gpu(export.made.config.trainer.accelerator for export in exports)
     for place, result, error in run_jobs(jobs, workers, alone):
         if result is None:
             point = exports[place].point
-            lost[point] = f"the run to save the model of its chosen point failed: {last_line(error or '')}"
+            lost[point] = f"the rerun to save the model failed: {last_line(error or '')}"
             log.error("%s: %s", point.label, lost[point])
     return lost
 
 
 def _score_change_warning(export: ModelExport) -> str | None:
-    """Returns a warning if the run that saved the model has scores that differ from those of the chosen point."""
+    """Returns a warning if the run that saved the model has other scores than the original run of the point."""
     again = read_result(export.run)[0]
     pairs = (
         {}
@@ -312,8 +312,8 @@ def _score_change_warning(export: ModelExport) -> str | None:
     for name, (was, now) in pairs.items():
         if not (math.isclose(was, now, rel_tol=CLOSE, abs_tol=CLOSE) or (math.isnan(was) and math.isnan(now))):
             return (
-                f"WARNING {export.point.label}: when the point ran again to save its model, {name} was {now:.6g} "
-                f"instead of {was:.6g}; benchmark scores are those of the new model, other columns those of the first "
+                f"WARNING {export.point.label}: when the point was rerun to save its model, {name} was {now:.6g} "
+                f"instead of {was:.6g}; benchmark scores are from the new model, the other columns from the original "
                 f"run"
             )
     return None

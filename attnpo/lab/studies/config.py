@@ -1,4 +1,4 @@
-"""Typed root configs of ``configs/fit.yaml``, ``weigh.yaml`` and ``show.yaml``."""
+"""Typed root configs for ``configs/fit.yaml``, ``weigh.yaml`` and ``show.yaml``."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -12,7 +12,7 @@ from attnpo.system.processes import describe_launcher, world_size
 
 
 def require_one_process(study: Study | None, arguments: list[str]) -> None:
-    """Checks that a study runs in a single process; ``arguments`` are the arguments of the command.
+    """Checks that a study runs in a single process; ``arguments`` are the command-line arguments.
 
     Raises:
         UserError: the job has several processes; the message names the launcher and the command to use instead.
@@ -22,14 +22,14 @@ def require_one_process(study: Study | None, arguments: list[str]) -> None:
     name, instead = describe_launcher()
     raise UserError(
         f"study {study.name} was started with {world_size()} processes by {name}, but a study starts its own "
-        f"processes: run it as one process (`{instead}{command_text('fit', *arguments)}`), or give experiment=none "
+        f"processes: run it as one process (`{instead}{command_text('fit', *arguments)}`), or use experiment=none "
         f"for a single run under {name}"
     )
 
 
 @dataclass(frozen=True)
 class FitConfig(RunConfig):
-    """Root config of ``attnpo.fit``: one run, or a study of runs. ``configs/fit.yaml`` explains every key."""
+    """Root config of ``attnpo.fit``, for a single run or a study. Keys are documented in ``configs/fit.yaml``."""
 
     default_layer: int | str = field(default="last", metadata=BOOKKEEPING)
     verbalized_epochs: int = field(default=1, metadata=BOOKKEEPING)
@@ -41,7 +41,7 @@ class FitConfig(RunConfig):
 
     def __post_init__(self) -> None:
         if self.seeds is not None and self.seeds < 1:
-            raise UserError(f"seeds: expected at least 1, or null for the number that the study sets, got {self.seeds}")
+            raise UserError(f"seeds: expected at least 1, or null for the study's default, got {self.seeds}")
         if self.verbalized_epochs < 1:
             raise UserError(f"verbalized_epochs: expected at least 1, got {self.verbalized_epochs}")
         if self.study is not None:
@@ -49,13 +49,13 @@ class FitConfig(RunConfig):
             knobs = [item.partition("=")[0] for item in sets if item.startswith("prepare.")]
             if knobs and self.prepare is None:
                 raise UserError(
-                    f"study {self.study.name}: the study's worlds set {knobs[0]}, but this setting builds no world "
-                    "(prepare=null): remove setting=, or choose setting=testbed"
+                    f"study {self.study.name}: the study's worlds set {knobs[0]}, but this setting builds no worlds "
+                    "(prepare=null): remove setting=, or use setting=testbed"
                 )
         super().__post_init__()
 
     def seed_count(self) -> int:
-        """Returns the number of consecutive seeds from ``seed`` on: ``seeds`` if given, else the study's number."""
+        """Returns the number of consecutive seeds, starting at ``seed``: ``seeds`` if set, else the study's default."""
         return self.seeds or (1 if self.study is None else self.study.seeds)
 
     def default_name(self) -> str:
@@ -63,32 +63,32 @@ class FitConfig(RunConfig):
         return super().default_name() if self.study is None else self.study.name
 
     def headline(self) -> str:
-        """Returns a one-line description of the command; for a study, its name and its title (else its arms)."""
+        """Returns a one-line description of the command; for a study, its name and title (or arms, without a title)."""
         if self.study is None:
             return super().headline()
         return f"study {self.study.name}: {self.study.title or ', '.join(self.study.arms)}"
 
     def budget(self) -> str:
-        """Returns the training length in words; for a study, the length per point and the number of seeds."""
-        return super().budget() if self.study is None else f"{super().budget()} a point, {self.seed_count()} seeds"
+        """Describes the training length; for a study, the length per grid point and the number of seeds."""
+        return super().budget() if self.study is None else f"{super().budget()} per point, {self.seed_count()} seeds"
 
     def grid_note(self) -> str:
         """Returns a note on the default grid of a study's arms; empty for a single run."""
         return "" if self.study is None else f" (each arm's grid: {self.study.grid})"
 
     def reusable_folder(self) -> str | None:
-        """Returns the name of the folder that a repeated study command reuses, made of study and setting; else None."""
+        """Returns the folder name, from study and setting, that a repeated study command reuses; None if not reused."""
         if self.study is None or self.study.restart:
             return None
         return f"{self.study.name}-{self.composed.choices.get('setting', 'setting')}"
 
     def check_combination(self) -> None:
-        """Checks that the components of a single run fit together; those of a study are checked arm by arm."""
+        """Checks that the components of a single run are compatible; a study's are checked separately for each arm."""
         if self.study is None:
             super().check_combination()
 
     def groups_set_by_runs(self) -> frozenset[str]:
-        """Returns the config groups that the study sets for its points, through arms, worlds or benchmarks."""
+        """Returns the config groups that the study sets for its runs, through arms, worlds or benchmarks."""
         if self.study is None:
             return frozenset()
         study = self.study
@@ -99,7 +99,7 @@ class FitConfig(RunConfig):
         )
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns config keys that have no effect in this command, each with the reason."""
+        """Returns the config keys that have no effect in this command, with the reasons."""
         if self.study is None:
             idle = dict.fromkeys(("grid", "grids", "seeds"), "there is no study (experiment=none)")
             return {**super().unused_keys(), **idle}
@@ -114,8 +114,8 @@ class FitConfig(RunConfig):
 class WeighConfig(FitConfig):
     """Root config of ``attnpo.weigh``.
 
-    ``export``: file (.parquet or .jsonl) to write the training pairs' weights to. ``prune``: number of days; if given,
-    the command only removes from the store those prepared rows that no run has opened for this many days.
+    ``export``: file (.parquet or .jsonl) to write the training pairs' weights to. ``prune``: number of days; if set,
+    the command only deletes prepared data that no run has opened for this many days from the store.
     """
 
     trains: ClassVar[bool] = False

@@ -1,8 +1,8 @@
-"""Faithfulness analysis: how far the judge's verdict depends on the tokens that each layer weights most.
+"""Faithfulness analysis: how much the judge's verdict depends on the tokens that a layer weights most.
 
-It runs once per world and seed, without a trained policy, for every layer, the attention rollout, equal weights (whose
-score must be near 0) and true importance, if known. Across layers, these scores are compared with true importance and
-with the reward after training at equal KL; the three need not agree.
+It runs once per world and seed and needs no trained policy. It scores every layer, the attention rollout, equal weights
+(whose score must be near 0) and, if known, true importance. Across layers, the scores are compared with true importance
+and with the reward after training at equal KL; the three need not agree.
 """
 
 import logging
@@ -53,14 +53,14 @@ ROLLOUT, EQUAL, TRUTH = "rollout", "equal weights", "true importance"
 
 @dataclass(frozen=True)
 class Faithfulness:
-    """Measurement of how faithful each layer is, on ``pairs`` pairs in order of pair id, training pairs first.
+    """Measures how faithful each layer is, on ``pairs`` pairs sorted by pair id, training pairs first.
 
-    For each of ``shares``, the judge is asked without the top-weighted tokens of both responses, and with these tokens
-    alone. The verdicts are compared with those for ``draws`` random sets of equally many tokens at the same positions,
-    drawn with ``seed``; an even number of draws cancels the judge's position bias. ``layers``: layers to measure; empty
-    for all. Layers use the heads and post-processing of the study's weights; the rollout uses the same post-processing.
-    ``kl_limit``: KL to the base at which the rewards of trained models are compared, interpolated on each layer's
-    reward-KL path.
+    For each share in ``shares``, the judge is queried with the top-weighted tokens of both responses removed, and with
+    only these tokens kept. The verdicts are compared with those for ``draws`` random sets of the same number of tokens
+    at the same positions, drawn with ``seed``; an even number of draws cancels the judge's position bias. ``layers``:
+    layers to measure; empty for all. Layers use the heads and post-processing of the study's weights; the rollout uses
+    the same post-processing. ``kl_limit``: KL to the base at which the rewards of trained models are compared,
+    interpolated on each layer's reward-KL path.
     """
 
     pairs: int = 250
@@ -86,11 +86,12 @@ class Faithfulness:
         encoded: dict[str, EncodedSet],
         folder: Path,
     ) -> dict[str, object]:
-        """Measures for every source of weights how much more the top-weighted tokens matter than random ones.
+        """Measures, for each weight source, how much more the top-weighted tokens matter than random ones.
 
         Returns plain data: ``weights`` maps the name of each source to ``layer``, ``mass`` (share of weight on decisive
         tokens), ``remove`` and ``keep`` (by share, one number per pair) and ``fall`` (by share, a mean). Other keys:
-        the mean log-odds of whole responses (``full``), and counts of pairs, prompts, left-out pairs and seconds.
+        the mean log-odds of whole responses (``full``), the numbers of pairs, judge prompts and skipped pairs, and the
+        time in seconds.
         """
         began, pool = time.perf_counter(), pool_splits(encoded)
         first = select_calibration_pairs(encoded["train"].pairs, self.pairs)
@@ -110,9 +111,9 @@ class Faithfulness:
             ranked[TRUTH] = None, true_rankings(sample, tokens, grammar)
         loaded = readers.make_judge().load(readers.base.device)
         removal = RemovalSettings(self.shares, self.draws, self.seed)
-        log.info("faithfulness: measuring %d sources of weights on %d pairs", len(ranked), len(sample))
+        log.info("faithfulness: measuring %d weight sources on %d pairs", len(ranked), len(sample))
         sources = {name: rows for name, (_, rows) in ranked.items()}
-        progress = partial(log.info, "faithfulness: %d of %d judge prompts")
+        progress = partial(log.info, "faithfulness: %d of %d judge prompts done")
         found = measure_token_removal(sample, sources, loaded.model, loaded.prompts, removal, progress)
         kept = [pair for pair in sample if pair.pair_id in set(found.pair_ids)]
         return {
@@ -141,7 +142,7 @@ class Faithfulness:
         }
 
     def sections(self, outcome: Outcome, measured: MeasuredBy) -> list[Section]:
-        """Returns for each world the tables over all seeds and by seed, rank correlations over layers, and a figure."""
+        """Returns each world's tables over all seeds and by seed, its rank correlations over layers, and a figure."""
         found = []
         for world in dict.fromkeys(world for world, _ in measured):
             by_seed = {seed: values for (of, seed), values in sorted(measured.items()) if of == world}
@@ -153,14 +154,14 @@ class Faithfulness:
 
 
 def layer_source(source: WeightSource) -> WeightSource:
-    """Returns ``source`` if it reads layers, else attention weights with default settings."""
+    """Returns ``source`` if it reads attention layers, else attention weights with default settings."""
     return source if hasattr(source, "layer") else Attention()
 
 
 def rollout_rankings(
     source: WeightSource, readers: Readers, pool: EncodedSet, sample: list[PreferencePair]
 ) -> Rankings:
-    """Returns rollout weights for ``sample``, post-processed like the study's; judges pairs missing from the store."""
+    """Computes rollout weights for ``sample``, post-processed like the study's; judges pairs not yet in the store."""
     own = getattr(layer_source(source), "postprocess", None)
     rollout = Rollout() if own is None else Rollout(postprocess=own)
     weighed = readers.weigh(rollout, sample_as_splits(pool, sample))
@@ -176,7 +177,7 @@ def equal_rankings(rows: Rankings) -> Rankings:
 
 
 def true_rankings(sample: Sequence[PreferencePair], tokens: Rankings, grammar: Grammar) -> Rankings:
-    """Returns weights of 1 for tokens with a decisive character and 0 for the others."""
+    """Returns a weight of 1 for each token that contains a decisive character, else 0."""
     return {
         pair.pair_id: {
             side: replace(row, weights=tuple(map(float, mark_decisive_tokens(pair, side, row.offsets, grammar))))
@@ -188,7 +189,7 @@ def true_rankings(sample: Sequence[PreferencePair], tokens: Rankings, grammar: G
 
 
 def decisive_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Grammar) -> float:
-    """Returns the share of weight on decisive tokens, averaged over responses with such tokens; NaN without any."""
+    """Returns the share of weight on decisive tokens, averaged over responses that have any; NaN if none does."""
     shares = []
     for pair in sample:
         for side, row in rows[pair.pair_id].items():
@@ -203,7 +204,7 @@ def decisive_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Gra
 
 @dataclass(frozen=True)
 class _WorldReport:
-    """Report on one world: measurements by seed, with the rewards that the study's trained models reach."""
+    """Report on one world: measurements by seed, with the rewards of the study's trained models."""
 
     rules: Faithfulness
     outcome: Outcome
@@ -236,7 +237,7 @@ class _WorldReport:
 
     @cached_property
     def rows(self) -> "pandas.DataFrame":
-        """Returns one row per seed and source of weights: means over pairs, score, true mass and reward."""
+        """Returns one row per seed and weight source: means over pairs, score, true mass and reward."""
         import pandas
 
         rows = [
@@ -256,9 +257,9 @@ class _WorldReport:
 
     @cached_property
     def layer_rewards(self) -> dict[int, dict[int, float]]:
-        """Returns by seed the test reward of each layer at ``kl_limit``, interpolated on the layer's reward-KL path.
+        """Returns each layer's test reward at ``kl_limit``, by seed, interpolated on the layer's reward-KL path.
 
-        Layers are left out if they have no value at this KL, no finished points or no known true reward.
+        Layers are omitted if they have no value at this KL, no finished points or no known true reward.
         """
         found: dict[int, dict[int, float]] = {seed: {} for seed in self.by_seed}
         for seed, rewards in found.items():
@@ -281,7 +282,7 @@ class _WorldReport:
         ]
 
     def _summary_row(self, name: str, mine: "pandas.DataFrame") -> dict[str, Cell]:
-        """Returns the row of one source in the table over all seeds: means with intervals over seeds and pairs."""
+        """Returns a weight source's row in the table over all seeds: means with intervals over seeds and pairs."""
         row: dict[str, Cell] = {"weights": name}
         for head, mode, share in self._removal_columns():
             found = [self.by_seed[seed]["weights"][name][mode][share] for seed in mine["seed"]]
@@ -352,8 +353,8 @@ class _WorldReport:
             f"changes it by at least {12 / (layers * (layers * layers - 1)):.2g}, and a random order gives 1 with "
             f"probability 1 in {math.factorial(layers):.3g}; the spread over seeds says more than any single value",
             f"reward: on test prompts at KL {self.rules.kl_limit:g}, interpolated on each layer's path over the grid; "
-            "layers whose points do not reach this KL are left out. A layer can be faithful without finding the "
-            "decisive tokens, and do either without training best",
+            "layers whose points do not reach this KL are omitted. A layer can be faithful without finding the "
+            "decisive tokens, and neither implies that training with it works best",
         ]
 
     def _layer_figure(self, layers: "pandas.DataFrame") -> Image:
@@ -375,5 +376,5 @@ class _WorldReport:
         path = self.outcome.folder / (
             f"faithfulness-{safe_filename(self.world)}.png" if self.world else "faithfulness.png"
         )
-        caption = "faithfulness, true importance and trained reward by layer, where known; thin lines are seeds"
+        caption = "faithfulness, true importance and reward after training by layer, if known; thin lines: single seeds"
         return Image(layer_panels(panels, path), caption)

@@ -91,10 +91,10 @@ def test_the_arms_of_a_shipped_study_are_different_runs(name: str) -> None:
         ),
         (
             "layer_sweep objective.beta=0.7",
-            r"beta=0\.7 would have no effect, .*sets this key: give grid\.beta=\[0\.7\]",
+            r"beta=0\.7 would have no effect, .*sets this key: use grid\.beta=\[0\.7\]",
         ),
-        ("layer_sweep optimizer.lr=1e-3", r"the study's grid sets this key: give grid\.lr=\[1e-3\]"),
-        ("beta_sweep optimizer.lr=1e-3", r"sets this key: give grids\.beta_sweep\.lr=\[1e-3\]"),
+        ("layer_sweep optimizer.lr=1e-3", r"the study's grid sets this key: use grid\.lr=\[1e-3\]"),
+        ("beta_sweep optimizer.lr=1e-3", r"sets this key: use grids\.beta_sweep\.lr=\[1e-3\]"),
         ("regimes objective.beta=0.7", r"sets this key: give study\.grid\.beta=\[0\.7\]"),
         (
             "length_norm objective.beta=0.7",

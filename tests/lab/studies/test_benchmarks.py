@@ -192,8 +192,8 @@ def test_a_failing_row_is_named_and_the_study_ends_with_its_tables(
     assert rows["base"]["testbed"] == outcome.benchmarks["testbed"]["", "base"].mean
     assert failed.unmeasured == [
         "FAILED benchmark testbed, uniform: RuntimeError: out of luck",
-        "FAILED benchmark testbed, attention: some grading calls got no reply; run the same command again to "
-        "repeat them",
+        "FAILED benchmark testbed, attention: some grading calls received no reply; run the same command again to "
+        "retry them",
     ]
     finish_study(failed)
     assert "out of luck" in (outcome.folder / "table.md").read_text()
@@ -212,7 +212,7 @@ def test_a_damaged_model_is_made_anew_and_its_grades_stand(
     monkeypatch.setattr(ReplyStore, "add", lambda *_: pytest.fail("asked again"))
     with caplog.at_level(logging.WARNING):
         again = run_study(cfg, outcome.folder)
-    assert "the model is missing or damaged, so the point runs again" in caplog.text
+    assert "the model is missing or damaged; rerunning the point" in caplog.text
     assert again.benchmarks == outcome.benchmarks and not again.unmeasured
     assert describe_change(weights.parent) is None
 

@@ -145,7 +145,7 @@ def test_a_row_of_a_llama_setting_is_one_point_with_its_published_values(setting
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("objective.sft_coef=0.3", r"grids\.rrhf\.keys=\{objective\.sft_coef:\[0\.3\]\}.*, or give experiment=none"),
+        ("objective.sft_coef=0.3", r"grids\.rrhf\.keys=\{objective\.sft_coef:\[0\.3\]\}.*, or use experiment=none"),
         (
             "optimizer.lr=1e-3",
             r"optimizer\.lr=1e-3 would have no effect, .*grid sets this key: give .*grids\.rrhf\.lr=\[1e-3\]",
