@@ -95,7 +95,7 @@ def test_a_live_process_is_named_and_its_folder_refused(tmp_path: Path) -> None:
         named = f"{folder} is in use by process {process.pid} on host {socket.gethostname()} {began}: "
         assert re.match(named, text), text
         assert text.endswith(
-            "choose another place with name=NAME, or wait for it to end "
+            "choose another location with name=NAME, or wait for it to exit "
             f"(`while kill -0 {process.pid}; do sleep 5; done`)"
         )
         assert process.stdin is not None
@@ -119,7 +119,7 @@ def test_a_killed_process_is_replaced_at_once(tmp_path: Path, caplog: pytest.Log
         assert is_free(tmp_path, LONG)
         assert time.monotonic() - began < 60
     assert [
-        f"process {process.pid} on host" in line and "has ended; taking over its lock" in line
+        f"process {process.pid} on host" in line and "has exited; taking over its lock" in line
         for line in caplog.messages
     ] == [True]
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
@@ -158,8 +158,8 @@ def test_every_end_frees_the_folder(tmp_path: Path, ending: BaseException | None
 def test_a_fresh_heartbeat_of_another_machine_is_believed(tmp_path: Path) -> None:
     write_lock(tmp_path, since="2026-01-01 00:00:00")
     assert refusal(tmp_path, LONG) == (
-        f"{tmp_path} is in use by process 7 on host node7 since 2026-01-01 00:00:00: choose another place "
-        "with name=NAME, or wait for it to end; if it was killed, the lock expires after lock_timeout=300 seconds"
+        f"{tmp_path} is in use by process 7 on host node7 since 2026-01-01 00:00:00: choose another location "
+        "with name=NAME, or wait for it to exit; if it was killed, the lock expires after lock_timeout=300 seconds"
     )
 
 
@@ -214,7 +214,7 @@ def test_a_process_that_was_taken_for_dead_ends(tmp_path: Path) -> None:
         mark = next((tmp_path / ".lock").iterdir())
         mark.rename(mark.with_name("other"))
         assert process.wait(timeout=60) == 1
-        said = "this process seemed dead to other jobs and exits now"
+        said = "other jobs considered this process dead, so it exits now"
         assert process.stderr is not None and said in process.stderr.read()
     assert [path.name for path in (tmp_path / ".lock").iterdir()] == ["other"]
 
@@ -266,7 +266,7 @@ def test_a_requeued_job_waits_for_its_predecessor_and_says_so_once(
         with folder_lock(tmp_path, LONG):
             assert process.poll() is not None or time.monotonic() - began > 1
     assert time.monotonic() - began < 60
-    assert len([line for line in caplog.messages if "waiting for it to end" in line]) == 1
+    assert len([line for line in caplog.messages if "waiting for it to exit" in line]) == 1
 
 
 def test_a_predecessor_that_does_not_end_is_not_waited_for_longer_than_asked(

@@ -1,18 +1,18 @@
-"""Attention rows of a causal LM's last prompt position, and the inputs of rollout, read while the model runs.
+"""Reads the attention row of each prompt's last position, and the inputs of attention rollout, while a causal LM runs.
 
-One layer's attention is a function of its queries and keys: scores (grouped heads, scaling, soft-cap, causal or
-windowed mask, attention sinks) without any T x T tensor. Rollout goes from the last layer to the first with ``r <- r/2
-+ r A/2`` in blocks of queries, which is exact because the head mean is linear.
+A layer's attention is recomputed from its queries and keys (grouped heads, scaling, soft-cap, causal or windowed mask,
+attention sinks), without a T x T tensor. Rollout iterates from the last layer to the first with ``r <- r/2 + r A/2`` in
+blocks of queries; this is exact because the mean over heads is linear.
 
 An attention function registered with transformers receives queries and keys. It leaves the attention output to the
-usual fast kernel and, on the requested layers, recomputes one softmax row per prompt. Paper section on AttentionPO: the
-row of the verdict position, averaged over query heads. Prompts come as a padded batch, or as one row in which common
-prefixes are stored once (``prefixes``). An ``AttentionProbe`` in the keyword arguments of a call carries its requests
-and results; the registered name is the only global state.
+usual fast kernel and, on the requested layers, recomputes one softmax row per prompt: the row of the verdict position,
+averaged over query heads (paper section on AttentionPO). Prompts are padded to a batch, or packed into one row that
+stores common prefixes once (``prefixes``). An ``AttentionProbe`` in the keyword arguments of a call carries its
+requests and results; the registered name is the only global state.
 
-The last resort is the attention maps that a model returns with eager attention, one prompt at a time, for classes whose
-attention does not use transformers' AttentionInterface, or that take the attention mask apart. All maps of a prompt are
-in memory at once: layers x heads x T x T numbers.
+The fallback is to read the attention maps that a model returns with eager attention, one prompt at a time. It is used
+for classes whose attention bypasses transformers' AttentionInterface or inspects the attention mask. All maps of a
+prompt are in memory at once (layers x heads x T x T values).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -45,10 +45,10 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Mask as a function of (batch, head, query, key) indices; only blocks of it are ever built.
+    """Attention mask as a function of (batch, head, query, key) indices; only blocks of it are ever materialised.
 
-    ``local_size``: a query sees at most this many last keys; ``causal``: no key after the query. Both only limit the
-    keys that a block has to visit. ``rows``: the model's batch size; one row may contain several sequences.
+    ``local_size``: a query sees at most this many of the latest keys; ``causal``: it sees no later keys. Both only
+    limit which keys a block has to visit. ``rows``: the model's batch size; one row may contain several sequences.
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -68,11 +68,11 @@ class MaskRule:
         return (0 if self.local_size is None else max(0, start - self.local_size + 1)), stop
 
     def is_causal_within(self, longest: int) -> bool:
-        """Tells whether the mask is plain causal for sequences of at most ``longest`` tokens."""
+        """Returns whether the mask is plain causal for sequences of at most ``longest`` tokens."""
         return self.causal and self.padding is None and (self.local_size is None or longest <= self.local_size)
 
     def describe_window(self, longest: int) -> tuple[int, int] | None:
-        """Describes the mask as a window (``describe_window``) for at most ``longest`` tokens per sequence, or None."""
+        """Describes the mask as a window for at most ``longest`` tokens per sequence; None if it is not one."""
         plain = self.causal and self.padding is None
         return describe_window(self.function, self.local_size, longest) if plain else None
 
@@ -95,11 +95,11 @@ CAUSAL = MaskRule(lambda batch, head, query, key: key <= query, None, None, True
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """Queries and keys of one layer after rotation, and the settings of its scores.
+    """Queries and keys of one layer, after rotary embedding, and the settings of its attention scores.
 
-    ``query`` [batch H T d], ``key`` [batch KV T d] with KV dividing H; ``sinks`` [H] are extra scores that are part of
-    the softmax and are dropped afterwards. With ``branches`` [n T], queries and keys belong to one row [1 H N d], and
-    ``branches[i]`` gives the positions of sequence i in that row.
+    ``query`` [batch H T d], ``key`` [batch KV T d] with KV dividing H; ``sinks`` [H] are extra logits that enter the
+    softmax and are dropped afterwards. With ``branches`` [n T], queries and keys come from one packed row [1 H N d] in
+    which ``branches[i]`` lists the positions of sequence i.
     """
 
     query: Float[Tensor, "batch heads T d"]
@@ -111,7 +111,7 @@ class LayerAttention:
     branches: Int[Tensor, "n L"] | None = None
 
     def probabilities(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
-        """Returns softmax [batch H n k] in float32 or better of n queries [batch H n d] over k keys [batch KV k d]."""
+        """Returns the softmax [batch H n k], at least in float32, of queries [batch H n d] over keys [batch KV k d]."""
         batch, heads, count, width = query.shape
         groups, seen = key.shape[1], key.shape[2]
         dtype = torch.promote_types(query.dtype, torch.float32)
@@ -122,7 +122,7 @@ class LayerAttention:
         return softmax(scores.masked_fill_(~allowed, -torch.inf), self.sinks)
 
     def rows_at(self, last: Int[Tensor, " batch"]) -> Float[Tensor, "batch heads T"]:
-        """Returns the softmax row of each sequence's position ``last``, per query head."""
+        """Returns the softmax row at position ``last`` of each sequence, per query head."""
         batch, length = len(last), self.sequence_length
         each = torch.arange(batch, device=last.device)
         if self.branches is None:
@@ -134,17 +134,17 @@ class LayerAttention:
 
     @property
     def sequence_length(self) -> int:
-        """Returns the number of tokens of the longest sequence."""
+        """Returns the number of tokens in the longest sequence."""
         return self.query.shape[2] if self.branches is None else self.branches.shape[1]
 
     def split_sequences(self, states: Tensor, part: slice = slice(None)) -> Tensor:
-        """Returns queries, keys or values [batch X n d] of positions ``part`` of every sequence."""
+        """Returns the queries, keys or values [batch X n d] at positions ``part`` of each sequence."""
         if self.branches is None:
             return states[:, :, part]
         return states[0][:, self.branches[:, part]].transpose(0, 1)
 
     def query_blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yields blocks of queries as (queries, the keys they can see, allowed [batch 1 q k])."""
+        """Yields blocks of queries as (queries, visible keys, mask [batch 1 q k])."""
         batch = self.query.shape[0] if self.branches is None else self.branches.shape[0]
         index = torch.arange(self.sequence_length, device=self.query.device)
         for queries in split_queries(self.sequence_length, batch * self.query.shape[1] * self.sequence_length):
@@ -152,11 +152,11 @@ class LayerAttention:
             yield queries, slice(low, high), self.rule.allowed_block(batch, index[queries], index[low:high])
 
     def fused_causal_output(self, value: Tensor) -> Tensor:
-        """Returns the attention output [batch H T d] of torch's fused causal kernel."""
+        """Computes the attention output [batch H T d] with torch's fused causal kernel."""
         return fused_attention(self.query, self.key, value, None, self.scaling)
 
     def block_output(self, value: Tensor, queries: slice, keys: slice, allowed: Tensor, fused: bool) -> Tensor:
-        """Returns the attention output [batch H q d] of a block, by the fused kernel or in float32."""
+        """Computes the attention output [batch H q d] of a block, with the fused kernel or in float32."""
         query, key, value = self.query[:, :, queries], self.key[:, :, keys], value[:, :, keys]
         if fused:
             return fused_attention(query, key, value, allowed, self.scaling)
@@ -178,7 +178,7 @@ class LayerAttention:
 
 
 def split_queries(length: int, per_query: int) -> Iterator[slice]:
-    """Splits ``length`` queries into blocks of at most ``BLOCK_ELEMENTS`` scores; each query has ``per_query``."""
+    """Splits ``length`` queries into blocks with at most ``BLOCK_ELEMENTS`` scores, ``per_query`` per query."""
     size = min(LARGEST_BLOCK, max(SMALLEST_BLOCK, BLOCK_ELEMENTS // per_query))
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
@@ -191,7 +191,7 @@ PROBE = "attention_probe"  # the keyword argument that carries the probe
 MAPS = "maps"
 KERNELS = {"sdpa": TAP_FAST, "blocks": TAP_BLOCKS, MAPS: "eager"}
 """Ways to compute attention output: torch's fused kernel, float32 blocks of queries (slower), or the model's
-own eager attention, which gives whole maps (``attention_maps``)."""
+own eager attention, which returns full maps (``attention_maps``)."""
 
 
 class StopForward(Exception):
@@ -199,14 +199,14 @@ class StopForward(Exception):
 
 
 class AmbiguousAttention(UserError):
-    """Error for a layer that attends more than once in a forward pass, so that its attention row is ambiguous."""
+    """Raised if a layer attends more than once per forward pass, which makes its attention row ambiguous."""
 
 
 class AttentionProbe:
     """Request for attention rows in one forward pass, and its results.
 
     ``last`` [batch]: the position whose row is requested, per sequence. ``layers``: 0-based. With ``rollout`` the
-    queries and keys of every layer are kept until ``compute_rollout()`` is called. With ``stop`` the forward pass ends
+    queries and keys of every layer are kept until ``compute_rollout()`` is called. With ``stop`` the forward pass stops
     (``StopForward``) in the attention of the deepest requested layer. ``branches`` [batch T]: the positions of each
     sequence in a packed row.
     """
@@ -237,15 +237,15 @@ class AttentionProbe:
     def record_layer(self, layer: int, attention: LayerAttention, value: Tensor) -> None:
         """Stores the requested rows of one layer; raises ``StopForward`` if it was the last layer needed.
 
-        A layer may attend twice with the same queries and keys (to parts of the values). Raises ``AmbiguousAttention``
-        for a layer that attends twice with different ones, because it has no single row.
+        A layer may attend twice with the same queries and keys (to different parts of the values). Raises
+        ``AmbiguousAttention`` if the queries or keys differ, because the layer then has no single row.
         """
         rows = attention.rows_at(self.last) if layer in self.wanted or self.trimming else None
         if rows is not None and layer in self.wanted:
             kept = rows if self.per_head else rows.mean(1)
             if not torch.equal(self.rows.setdefault(layer, kept), kept):
                 raise AmbiguousAttention(
-                    f"judge: layer {layer + 1} attends more than once in a forward pass, so its row is ambiguous"
+                    f"judge: layer {layer + 1} attends more than once per forward pass, which makes its row ambiguous"
                 )
         if self.keep:
             self.kept[layer] = attention
@@ -255,7 +255,7 @@ class AttentionProbe:
             raise StopForward
 
     def trimmed_output(self) -> Tensor | None:
-        """Returns the attention output [1 batch H d] of the last positions of a trimmed forward pass; else None."""
+        """Returns the attention output [1 batch H d] at the last positions of a trimmed forward pass, else None."""
         if self._end is None:
             return None
         rows, values = self._end
@@ -269,21 +269,21 @@ class AttentionProbe:
         return rollout_row((self.kept.pop(layer) for layer in range(self.depth - 1, -1, -1)), self.last)
 
     def check_layers_read(self, read: Collection[int], layers: Sequence[int]) -> None:
-        """Raises ``UserError`` if one of ``layers`` is not among those ``read``, that is, gave no attention."""
+        """Raises ``UserError`` if one of ``layers`` is missing from ``read``, i.e. produced no attention."""
         silent = [layer + 1 for layer in layers if layer not in read]
         if silent:
             raise UserError(
-                f"layer {silent[0]} gave no softmax attention: the model's attention does not use transformers' "
-                "AttentionInterface, or does not pass on its keyword arguments, or the layer has another kind of "
-                "mixing; choose another layer or judge"
+                f"layer {silent[0]} has no softmax attention to read: the model's attention does not use transformers' "
+                "AttentionInterface or does not forward its keyword arguments, or the layer mixes tokens in another "
+                "way; choose another layer or judge"
             )
 
 
 @contextmanager
 def tap_attention(backbone: PreTrainedModel, kernel: str) -> Iterator[None]:
-    """Patches ``backbone`` inside the context so that its attention hands queries and keys to the call's probe.
+    """Patches ``backbone`` inside the context so that its attention passes queries and keys to the call's probe.
 
-    ``kernel``: one of ``KERNELS``. The model's own attention implementation is restored, also after errors.
+    ``kernel``: one of ``KERNELS``. The model's own attention implementation is restored on exit, even after an error.
     """
     previous, wanted = backbone.config._attn_implementation, KERNELS[kernel]
     if previous == wanted:
@@ -298,7 +298,7 @@ def tap_attention(backbone: PreTrainedModel, kernel: str) -> Iterator[None]:
 
 @contextmanager
 def trim_last_layer(last: nn.Module) -> Iterator[None]:
-    """Runs the layer ``last`` inside the context only for the probe's last positions of a row, [1 batch d].
+    """Restricts the layer ``last`` inside the context to the probe's last positions of a row, [1 batch d].
 
     The other positions need only keys and values, so the rest of the layer is not computed for them.
     """
@@ -326,7 +326,7 @@ def trim_last_layer(last: nn.Module) -> Iterator[None]:
 
 
 def _select_positions(value: object, places: Tensor, length: int) -> object:
-    """Returns ``value`` after reducing every row tensor [1 N ...] in it (N = ``length``) to ``places``."""
+    """Returns ``value`` with each row tensor [1 N ...] in it (N = ``length``) reduced to positions ``places``."""
     if isinstance(value, Tensor):
         return value[:, places] if value.dim() > 1 and value.shape[:2] == (1, length) else value
     if isinstance(value, tuple):
@@ -375,7 +375,7 @@ def _attention_forward(
     in_blocks: bool = False,
     **unused: object,
 ) -> tuple[Tensor, None]:
-    """Returns the attention output [batch T H d], after the probe, if there is one, has read the layer."""
+    """Lets the probe, if any, record the layer; returns the attention output [batch T H d]."""
     output = None if attention_probe is None else attention_probe.trimmed_output()
     if output is not None:
         return output, None
@@ -402,12 +402,12 @@ def _attention_forward(
         if output is not None:
             return output, None
 
-        def one(index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend_bucket(index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return _bucket_output(
                 replace(attention, query=queries, key=keys, branches=None), values, plan.buckets[index], fused
             )
 
-        return plan.attend(query, key, value, one), None
+        return plan.attend(query, key, value, attend_bucket), None
     if fused and attention.rule.is_causal_within(query.shape[2]):
         return attention.fused_causal_output(value).transpose(1, 2).contiguous(), None
     output = value.new_empty(*query.shape[:3], value.shape[3])
@@ -417,7 +417,7 @@ def _attention_forward(
 
 
 def _bucket_output(attention: LayerAttention, value: Tensor, bucket: Bucket, fused: bool) -> Tensor:
-    """Returns the attention output [n H q d] of one bucket, in blocks of queries if its mask is not plain causal."""
+    """Computes the attention output [n H q d] of a bucket, in blocks of queries unless its mask is plain causal."""
     count, heads, length = attention.query.shape[:3]
     seen = attention.key.shape[2]
     if fused and not bucket.has_prefix and attention.rule.is_causal_within(seen):
@@ -450,7 +450,7 @@ class EagerAttentionMap:
     maps: Float[Tensor, "batch heads T T"]
 
     def rows_at(self, last: Int[Tensor, " batch"]) -> Float[Tensor, "batch heads T"]:
-        """Returns the softmax row of each sequence's position ``last``, per query head; float32 or better."""
+        """Returns the softmax row at position ``last`` of each sequence, per query head, at least in float32."""
         rows = self.maps[torch.arange(len(last), device=last.device), :, last]
         return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
@@ -465,9 +465,9 @@ class EagerAttentionMap:
 def rollout_row(
     layers: Iterable[LayerAttention | EagerAttentionMap], last: Int[Tensor, " batch"]
 ) -> Float[Tensor, "batch T"]:
-    """Returns the row of position ``last`` in the product of ``(I + A_l) / 2``; ``layers`` come deepest first.
+    """Returns the row of position ``last`` in the product of ``(I + A_l) / 2``; ``layers`` are ordered deepest first.
 
-    No layer is used twice, so a generator that drops each one after use keeps memory low.
+    Each layer is used only once, so a generator that drops it after use keeps memory low.
     """
     layers = iter(layers)
     first = next(layers).rows_at(last).mean(1)
@@ -509,13 +509,14 @@ def read_eager_maps(
 def _maps_by_layer(
     given: Sequence[object], probe: AttentionProbe, attending: Sequence[int]
 ) -> dict[int, EagerAttentionMap]:
-    """Returns the maps by 0-based layer: one for each layer, or one for each layer that is known to attend."""
+    """Returns the maps by 0-based layer: one per layer, or one per layer known to have attention."""
     length = int(probe.last.max()) + 1
     maps = [each if isinstance(each, Tensor) and each.shape[2:] == (length, length) else None for each in given]
     if len(given) != probe.depth:
         if len(given) != len(attending):
             raise UserError(
-                f"the model returns {len(given)} maps, but {len(attending)} of its {probe.depth} layers have attention"
+                f"the model returns {len(given)} attention maps, but {len(attending)} of its {probe.depth} layers have "
+                "attention"
             )
         return {
             layer - 1: EagerAttentionMap(each) for layer, each in zip(attending, maps, strict=True) if each is not None
@@ -526,7 +527,7 @@ def _maps_by_layer(
 def check_attention_rows(probe: AttentionProbe, attending: Sequence[int]) -> None:
     """Raises ``UserError`` unless the probe's rows [batch heads T] are non-negative and sum to at most 1.
 
-    ``attending``: 1-based numbers of the layers that must have rows.
+    ``attending``: 1-based indices of the layers that must have rows.
     """
     absent = [layer for layer in attending if layer - 1 not in probe.rows]
     if absent or not probe.rows:
@@ -534,5 +535,5 @@ def check_attention_rows(probe: AttentionProbe, attending: Sequence[int]) -> Non
     for layer, rows in sorted(probe.rows.items()):
         if not (float(rows.min()) >= 0 and float(rows.sum(-1).max()) <= 1 + ROUNDING):
             raise UserError(
-                f"in the attention map of layer {layer + 1}, a weight is negative or a row sums to more than 1"
+                f"the attention map of layer {layer + 1} has a negative weight or a row that sums to more than 1"
             )

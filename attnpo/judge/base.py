@@ -1,4 +1,4 @@
-"""Data types and protocols between the judge and the weights: prompts, written traces, readings.
+"""Data types and protocols shared by the judge and the weights: prompts, reasoning traces, readings.
 
 Apart from small derived values (``JudgeReading.label_mass``), nothing is computed here. Axes are named as in
 ``attnpo.schema``.
@@ -17,8 +17,8 @@ from attnpo.judge.settings import TraceRules
 from attnpo.schema import PreferencePair, TraceLength
 
 
-class WrittenTrace(NamedTuple):
-    """Text that a judge wrote before its verdict: token ids, text, and whether the judge ended the trace itself."""
+class ReasoningTrace(NamedTuple):
+    """Reasoning that a judge generated before its verdict: token ids, text, and whether the judge closed it itself."""
 
     ids: tuple[int, ...]
     text: str
@@ -32,10 +32,10 @@ class WrittenTrace(NamedTuple):
 
 @dataclass(frozen=True)
 class JudgePrompt:
-    """One tokenised judge round.
+    """Tokenised prompt of one judge round.
 
     ``spans`` maps "chosen" and "rejected" to half-open token ranges of ``input_ids``; ``offsets`` maps them to the
-    characters (of the response in the pair) that each token of the range covers.
+    characters of the pair's response that each token in the range covers.
     """
 
     pair_id: str
@@ -50,10 +50,10 @@ class JudgePrompt:
 class JudgeReading:
     """Results of one forward pass of the judge on one prompt.
 
-    ``rows``: attention of the verdict position to every prompt token, for each requested layer in the requested order,
-    as the mean over query heads or, with ``per_head``, as one row per head. ``verdict_logps``: natural
-    log-probabilities of the two labels and of the arg max token, over the whole vocabulary. ``trace``: length of the
-    text that the judge wrote between the prompt and the verdict position, if any.
+    ``rows``: attention from the verdict position to each prompt token, per layer in the requested order: the mean over
+    query heads or, with ``per_head``, one row per head. ``verdict_logps``: natural log-probabilities of the two labels
+    and of the argmax token, over the whole vocabulary. ``trace``: length of the reasoning trace between the prompt and
+    the verdict position, if any.
     """
 
     rows: Float[Tensor, "layers T"] | Float[Tensor, "layers heads T"]
@@ -65,7 +65,7 @@ class JudgeReading:
 
     @property
     def label_mass(self) -> float | None:
-        """Returns the sum of the probabilities of both labels at the verdict position; None if these were not read."""
+        """Returns the total probability of both labels at the verdict position; None if it was not read."""
         return None if self.verdict_logps is None else min(1.0, float(self.verdict_logps[:2].double().exp().sum()))
 
 
@@ -75,7 +75,7 @@ class JudgeModel(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Returns the depth of the model; layers are counted 1..num_layers."""
+        """Returns the number of layers; they are numbered 1..num_layers."""
 
     def read(
         self,
@@ -87,7 +87,7 @@ class JudgeModel(Protocol):
         verdict: bool = True,
         label_ids: tuple[int, int] | None = None,
     ) -> list[JudgeReading]:
-        """Returns the readings of a list of prompts in order, from one forward pass each; ``layers`` are 1-based."""
+        """Returns one reading per prompt, in order, each from a single forward pass; ``layers`` are 1-based."""
 
 
 @runtime_checkable
@@ -102,12 +102,12 @@ class PromptBuilder(Protocol):
         """Returns round 0 with the chosen response as answer A, and round 1 with the rejected one."""
 
     def fingerprint(self) -> Mapping[str, object]:
-        """Returns every setting of the prompts that changes a number."""
+        """Returns all prompt settings that affect the results."""
 
 
 @dataclass(frozen=True)
 class LoadedJudge:
-    """Loaded judge with its prompt builder; with ``verdict``, both label logits are read too, at full depth."""
+    """Loaded judge and its prompt builder; with ``verdict``, the two label logits are also read, at full depth."""
 
     model: JudgeModel
     prompts: PromptBuilder
@@ -121,12 +121,12 @@ CAPTURE_VERSION = "2"
 
 
 class WeightReader(ABC):
-    """Reads token weights from a model that it describes without loading it; the store uses it to compute missing rows.
+    """Reads token weights from a model that it can describe without loading; the store uses it to compute missing rows.
 
     ``name`` and ``done``: noun and participle for the reader in the log ("judge", "judged"). ``rounds``: rows per
-    response and layer. ``reads``: number of sequences that models read per pair; an answer that a model writes counts
-    once. ``verdict``: whether verdicts are read as well. ``trace``: how a judge reasons before it is read; None if it
-    does not.
+    response and layer. ``reads``: number of sequences that models process per pair; a generated response counts once.
+    ``verdict``: whether verdicts are read as well. ``trace``: settings of the judge's reasoning; None if it does not
+    reason.
     """
 
     name: ClassVar[str]
@@ -137,31 +137,31 @@ class WeightReader(ABC):
 
     @property
     def verdict(self) -> bool:
-        """Tells whether verdicts are read as well."""
+        """Returns whether verdicts are read as well."""
         return False
 
     @property
     def num_layers(self) -> int:
-        """Returns the depth, with the layers that have attention; 0 if the reader does not read single layers."""
+        """Returns the number of layers and which have attention; 0 if the reader does not read individual layers."""
         return 0
 
     @property
     def num_heads(self) -> int:
-        """Returns the number of query heads per layer, without loading the model; UserError if layers differ in it."""
+        """Returns the number of query heads per layer, without loading the model; UserError if it is not uniform."""
         return 0
 
     @abstractmethod
     def describe_pass(self, rows: str) -> str:
-        """Describes for the log what a pass over ``rows`` does."""
+        """Describes a pass that reads ``rows``, for the log."""
 
     @abstractmethod
     def fingerprint(self) -> dict[str, object]:
-        """Returns every setting of the model that changes a number, for the store's key."""
+        """Returns all model settings that affect the results, for the store's key."""
 
     @abstractmethod
     def prompts_fingerprint(self) -> Mapping[str, object]:
-        """Returns every setting of the model's input that changes a number, for the store's key."""
+        """Returns all settings of the model's input that affect the results, for the store's key."""
 
     @abstractmethod
     def load(self, device: torch.device) -> object:
-        """Loads the model onto ``device``; returns the object that sources use for capturing."""
+        """Loads the model onto ``device``; returns the object from which sources capture weights."""

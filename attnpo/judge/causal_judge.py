@@ -1,9 +1,9 @@
-"""Causal LM as judge: attention rows of the verdict position, rollout and verdict, in one forward pass per batch.
+"""Judge based on a causal LM: reads attention rows, rollout and verdict of a batch in one forward pass.
 
 Implements ``judge.base.JudgeModel``. Prompts are packed into one row without padding, and common prefixes are stored
-only once. The last layer runs only at the verdict positions, as does the vocabulary head, and nothing runs above the
-deepest requested layer. A model that does not support such rows gets right-padded batches of similar lengths, which
-give the same numbers with more work. Whether a model supports them is tested once.
+only once. The last layer and the vocabulary head run only at the verdict positions, and nothing runs above the deepest
+requested layer. A model that does not support packed rows gets right-padded batches of prompts of similar length, which
+give the same results more slowly. Support is tested once per model.
 """
 
 import logging
@@ -51,30 +51,30 @@ from attnpo.system.files import format_bytes
 log = logging.getLogger(__name__)
 
 ROW_BYTES = 16 << 20
-"""Maximum bytes of a row's activations on a CPU; larger ones exceed its caches and need cleared pages each time."""
+"""Maximum size in bytes of a row's activations on a CPU; larger ones exceed its caches and need newly zeroed pages."""
 
 KERNEL = "sdpa"
 """Default attention kernel family of a judge; part of its fingerprint."""
 
 
 def kernel_for(found: ModelDescription) -> str:
-    """Returns the kernel family for a model class: sdpa, "blocks" if torch's fused kernel does not fit, or maps."""
+    """Returns the kernel family for a model class: sdpa, "blocks" if torch's fused kernel is unsuitable, or maps."""
     return MAPS if found.mapped else KERNEL if found.attention == KERNEL else "blocks"
 
 
 def check_request(
     model: str, name: str, sequences: Sequence[Sequence[int]], layers: Sequence[int], num_layers: int
 ) -> None:
-    """Raises UserError for a layer that the ``model`` does not have, or for a sequence without tokens."""
+    """Raises UserError if ``model`` does not have one of the layers, or if a sequence has no tokens."""
     outside = [layer for layer in layers if not 1 <= layer <= num_layers]
     if outside:
         raise UserError(
-            f"layer {outside[0]} is not in 1..{num_layers} of this {model} (1 = first); set weights.layer to one of "
-            "these numbers, to 'last' or to a fraction such as '1/2'"
+            f"layer {outside[0]} is out of range: this {model} has layers 1..{num_layers} (1 = first); set "
+            "weights.layer to one of these, to 'last' or to a fraction such as '1/2'"
         )
     empty = [index for index, ids in enumerate(sequences) if len(ids) == 0]
     if empty:
-        raise UserError(f"{name} {empty[0]} has no tokens; check the wording and the chat template")
+        raise UserError(f"{name} {empty[0]} has no tokens; check the prompt wording and the chat template")
 
 
 class CausalJudge:
@@ -102,7 +102,7 @@ class CausalJudge:
 
     @property
     def num_layers(self) -> int:
-        """Returns the depth of the model; layers are counted 1..num_layers. UserError if its config has no depth."""
+        """Returns the number of layers; they are numbered 1..num_layers. UserError if the config does not state it."""
         depth = getattr(self.model.config.get_text_config(), "num_hidden_layers", None)
         if not isinstance(depth, int):
             raise UserError(
@@ -121,13 +121,13 @@ class CausalJudge:
         verdict: bool = True,
         label_ids: tuple[int, int] | None = None,
     ) -> list[JudgeReading]:
-        """Reads token-id prompts; returns their readings in order, float32 (float64 for a float64 model) on the CPU.
+        """Reads prompts of token ids; returns their readings in order, on the CPU in float32 (float64 if the model is).
 
-        ``layers`` are 1-based and give the order of the rows. ``verdict`` runs the full depth and reads the arg max
-        token and, if ``label_ids`` are given, their two logits and ``verdict_logps``. Without it (and without rollout)
-        the forward pass stops in the deepest requested layer. Raises ``UserError`` for a layer out of range, an empty
-        prompt, ``per_head`` of layers with different numbers of heads, and a model whose attention does more than what
-        is read of it.
+        ``layers`` are 1-based and determine the order of the rows. ``verdict`` runs the full depth and reads the argmax
+        token and, if ``label_ids`` are given, their two logits and ``verdict_logps``. Without it (and without rollout),
+        the forward pass stops in the deepest requested layer. Raises ``UserError`` if a layer is out of range, a prompt
+        is empty, layers differ in their number of heads with ``per_head``, or the model's attention cannot be read
+        without changing its output.
         """
         check_request(*self._words, prompts, layers, self.num_layers)
         if prompts:
@@ -146,7 +146,7 @@ class CausalJudge:
         return [readings[index] for index in range(len(prompts))]
 
     def _row_token_budget(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Returns the maximum tokens of a row: the token budget; fewer on a CPU, but both rounds of any pair fit."""
+        """Returns the maximum number of tokens in a row: the token budget; fewer on a CPU, but enough for any pair."""
         if self.model.device.type != "cpu":
             return self.token_budget
         config = self.model.config.get_text_config()
@@ -174,7 +174,7 @@ class CausalJudge:
         label_ids: tuple[int, int] | None,
         shared: bool,
     ) -> list[JudgeReading]:
-        """Reads one batch, laid out as one row if ``shared``."""
+        """Reads one batch, packed into one row if ``shared``."""
         wanted = [layer - 1 for layer in layers]
         inputs, probe = self._prepare_inputs(
             prompts, wanted, shared, per_head=per_head, rollout=rollout, stop=not verdict
@@ -192,7 +192,7 @@ class CausalJudge:
         rollout: bool = False,
         stop: bool = False,
     ) -> tuple[dict[str, object], AttentionProbe]:
-        """Returns the model's keyword arguments, and the probe among them."""
+        """Builds the model's keyword arguments; returns them and the probe they contain."""
         inputs: Mapping[str, object]
         if shared:
             row = pack_prompts(prompts, self.model.device)
@@ -206,7 +206,7 @@ class CausalJudge:
         return {**inputs, "use_cache": False, PROBE: probe}, probe
 
     def _forward(self, inputs: dict[str, object], probe: AttentionProbe, verdict: bool) -> Tensor | None:
-        """Returns the logits [batch vocab] of the last positions if the verdict is requested; fills the probe."""
+        """Runs the model and fills the probe; returns the last positions' logits [batch vocab] if requested."""
         if self.kernel == MAPS:
             inputs = {name: value for name, value in inputs.items() if name != PROBE}
             if probe.wanted or probe.keep:
@@ -235,12 +235,12 @@ class CausalJudge:
         return trim_last_layer(next(stack[-1] for stack in stacks if len(stack) == self.num_layers))
 
     def _can_share_rows(self) -> bool:
-        """Tells whether rows with several prompts give the same numbers as a padded batch; tested once."""
+        """Returns whether rows of several prompts give the same results as a padded batch; tested once."""
         if self._follows is None:
             reason = self._find_row_problem()
             self._follows = reason is None
             if reason is not None:
-                log.info("judge: %s; prompts are padded instead, which gives the same numbers with more work", reason)
+                log.info("judge: %s; prompts are padded instead, which gives the same results more slowly", reason)
         return self._follows
 
     @torch.inference_mode()
@@ -253,7 +253,7 @@ class CausalJudge:
         with eval_mode(self.model), at.record():
             rows = torch.arange(len(prompts), device=last.device)
             expected = self.model(input_ids=ids, use_cache=False).logits[rows, last]
-            problem = "none of its layers goes through transformers' AttentionInterface"
+            problem = "none of its layers uses transformers' AttentionInterface"
             if self.kernel != MAPS:
                 problem = self._find_unreadable_attention(prompts, expected, at) or ""
             if problem:
@@ -263,7 +263,7 @@ class CausalJudge:
     def _find_unreadable_attention(
         self, prompts: Sequence[Sequence[int]], expected: Tensor, at: BlockRecorder
     ) -> str | None:
-        """Returns the reason why the attention cannot be read, naming the layer; None if it can be read."""
+        """Returns the reason why the attention cannot be read, naming the layer; None if it can."""
         untapped = at.outputs.copy()
         try:
             with tap_attention(self._backbone, self.kernel):
@@ -272,17 +272,17 @@ class CausalJudge:
         except (torch.OutOfMemoryError, AmbiguousAttention):
             raise
         except Exception as error:  # noqa: BLE001  # code of any model
-            return f"layer {at.number} has attention that cannot be read ({_describe_error(error)})"
+            return f"the attention of layer {at.number} cannot be read ({_describe_error(error)})"
         assert logits is not None
         if is_different(logits, expected):
             changed = (number for number, states in untapped.items() if is_different(at.outputs[number], states))
             layer, gap = next(changed, at.number), float((logits - expected).abs().max())
-            return f"layer {layer} gives other numbers when its attention is read (logits differ by {gap:.3g})"
+            return f"reading the attention of layer {layer} changes the logits (by {gap:.3g})"
         silent = [layer for layer in attending_layers(self._backbone) if layer - 1 not in probe.rows]
-        return f"layer {silent[0]} does not pass on the keyword arguments of its call" if silent else None
+        return f"layer {silent[0]} does not forward its keyword arguments" if silent else None
 
     def _switch_to_maps(self, prompts: Sequence[Sequence[int]], problem: str) -> None:
-        """Switches to the maps of eager attention and logs it; ``UserError`` if they do not work either."""
+        """Switches to the maps of eager attention and logs this; ``UserError`` if they do not work either."""
         kind, before = type(self.model).__name__, self.kernel
         self.kernel = MAPS
         try:
@@ -293,7 +293,7 @@ class CausalJudge:
                 with tap_attention(self._backbone, MAPS):
                     logits = self._forward(inputs, probe, verdict=True)
                 if logits is None or is_different(logits, expected):
-                    raise UserError("the model's logits change: load the model with attn_implementation=eager")
+                    raise UserError("they change the model's logits: load the model with attn_implementation=eager")
                 check_attention_rows(probe, attending_layers(self._backbone))
         except torch.OutOfMemoryError:
             raise
@@ -306,7 +306,7 @@ class CausalJudge:
         square = sum(row.shape[1] for row in probe.rows.values()) * self.model.dtype.itemsize
         log.info(
             "judge: %s: %s; the maps of eager attention are read instead, one prompt at a time, which gives the same "
-            "numbers with more work, and takes %d B x T x T of memory for a prompt of T tokens (%s for 2048)",
+            "results more slowly and needs %d B x T x T of memory for a prompt of T tokens (%s for 2048)",
             kind,
             problem,
             square,
@@ -314,7 +314,7 @@ class CausalJudge:
         )
 
     def _find_row_problem(self) -> str | None:
-        """Returns the reason why rows of several prompts give other numbers than a padded batch; None if equal."""
+        """Returns the reason why rows of several prompts do not match a padded batch; None if they do."""
         kind = type(self.model).__name__
         prompts = probe_prompts(vocabulary_size(self.model))
         expected = self._forward(*self._prepare_inputs(prompts, (), False), verdict=True)
@@ -322,28 +322,26 @@ class CausalJudge:
         try:
             logits = self._forward(*self._prepare_inputs(prompts, (), True), verdict=True)
         except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take such rows
-            return f"{kind} cannot read rows of several prompts ({type(error).__name__}: {error})"
+            return f"{kind} cannot process rows of several prompts ({type(error).__name__}: {error})"
         if logits is None or logits.shape != expected.shape:
-            return f"{kind} cannot run its last layer for only some positions"
+            return f"{kind} cannot run its last layer on only some positions"
         if self.model.dtype in EXACT:
             gap, bound = float((logits - expected).abs().max()), probe_bound(expected)
             if not gap <= bound:  # NaN is no match either
-                return (
-                    f"{kind} gives other numbers in rows of several prompts (by {gap:.3g}, rounding allows {bound:.3g})"
-                )
+                return f"{kind} gives different logits in rows of several prompts (by {gap:.3g}, tolerance {bound:.3g})"
             return None
         # In low precision, bits show whether prompts of a row interact; a few layers in float32 show the rest.
         if self._prompts_interact(prompts, logits, True) and not self._prompts_interact(prompts, expected, False):
-            return f"{kind} changes its verdict on a prompt when other prompts are in the same row"
+            return f"{kind} changes its verdict on a prompt when other prompts share its row"
         try:
             small = CausalJudge(make_small_copy(self.model, self.model.device, torch.float32), kernel=self.kernel)
         except Exception as error:  # noqa: BLE001  # the config of any model
-            return f"{kind} cannot be tried in float32 ({type(error).__name__}: {error})"
+            return f"{kind} cannot be tested in float32 ({type(error).__name__}: {error})"
         with tap_attention(small._backbone, self.kernel):
             return small._find_row_problem()
 
     def _prompts_interact(self, prompts: Sequence[Sequence[int]], logits: Tensor, shared: bool) -> bool:
-        """Tells whether other prompts' tokens change any bit of a verdict; False if the bits are not reproducible."""
+        """Returns whether other prompts' tokens change any bit of a verdict; False if the bits are not reproducible."""
         row = cast(Tensor, self._prepare_inputs(prompts, (), shared)[0]["input_ids"])
         for index in range(len(prompts)):
             inputs, probe = self._prepare_inputs(probe_prompts(vocabulary_size(self.model), index), (), shared)
@@ -362,7 +360,7 @@ def _describe_error(error: Exception) -> str:
     if isinstance(error, UserError):
         return words
     if type(CAUSAL).__name__ in words:
-        return "its own code computes with the mask"
+        return "its own code operates on the mask"
     return f"{type(error).__name__}: {words}"
 
 
@@ -373,10 +371,10 @@ def make_readings(
     label_ids: tuple[int, int] | None,
     lengths: Sequence[int],
 ) -> list[JudgeReading]:
-    """Makes readings from a filled probe and the logits [batch vocab] of the last positions.
+    """Builds readings from a filled probe and the logits [batch vocab] of the last positions.
 
-    ``lengths``: tokens of each prompt. ``wanted``: 0-based layers. UserError if one of them gave no attention, or if
-    layers differ in their number of heads.
+    ``lengths``: number of tokens in each prompt. ``wanted``: 0-based layers. UserError if one of them produced no
+    attention, or if layers differ in their number of heads.
     """
     probe.check_layers_read(probe.rows, wanted)
     _check_same_heads({layer + 1: probe.rows[layer] for layer in wanted})
@@ -399,20 +397,20 @@ def make_readings(
 
 
 def _verdict_log_probs(labels: Tensor, logits: Tensor) -> Tensor:
-    """Returns log-probabilities [batch 3] of both labels and the arg max token, from [batch 2] and [batch vocab]."""
+    """Returns log-probabilities [batch 3] of both labels and the argmax token, from their logits and all logits."""
     return torch.cat([labels, logits.amax(-1, keepdim=True).cpu()], 1) - logits.logsumexp(-1, keepdim=True).cpu()
 
 
 def _check_same_heads(rows: Mapping[int, Tensor]) -> None:
-    """Raises ``UserError`` if rows per head, given by layer, differ in their number of heads."""
+    """Raises ``UserError`` if the layers, mapped to their rows per head, differ in their number of heads."""
     first: dict[int, int] = {}
     for layer, row in rows.items():
         first.setdefault(row.shape[1], layer)
     if len(first) > 1:
         (one, here), (two, there) = list(first.items())[:2]
         raise UserError(
-            f"weights.heads: layer {here} of this judge has {one} query heads and layer {there} has {two}, so a head "
-            "has no fixed meaning; set weights.heads=[] (the mean over the heads of each layer) or use another judge"
+            f"weights.heads: layer {here} of this judge has {one} query heads and layer {there} has {two}, so a "
+            "head index has no fixed meaning; set weights.heads=[] (the mean over a layer's heads) or use another judge"
         )
 
 
@@ -457,7 +455,7 @@ class RewardModel(CausalJudge):
                 ) from error
         if not probe.rows or is_different(hidden, expected):
             raise UserError(
-                f"weights.path: {kind} gives other numbers when its attention is read, so its attention is more than a "
+                f"weights.path: reading the attention of {kind} changes its output, so its attention is not a plain "
                 "softmax over the visible keys; choose another reward model"
             )
         self._readable = True

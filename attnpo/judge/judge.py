@@ -1,4 +1,4 @@
-"""Judge of a run, which is loaded once, and only if something is missing in the store."""
+"""Judge of a run, loaded at most once and only if the store lacks something."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from attnpo.judge.causal_judge import CausalJudge, kernel_for
 from attnpo.judge.layers import Depth
 from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.judge.settings import STOP, TOKEN_BUDGET, Judge
-from attnpo.judge.traces import TRACES, ReasoningJudge, TraceCache, TraceWriter, trace_key
+from attnpo.judge.traces import TRACES, ReasoningJudge, TraceCache, TraceGenerator, trace_key
 from attnpo.judge.verdicts import LabelMass, measure_label_mass
 from attnpo.models.described import config_vocabulary_size, describe_model, max_positions
 from attnpo.models.generate import extra_end_ids
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class AttentionReader(WeightReader):
-    """Reader of the attention of the model at ``path``, described without loading it."""
+    """Reads attention from the model at ``path``, which it can describe without loading."""
 
     path: str
     revision: str | None
@@ -49,7 +49,7 @@ class AttentionReader(WeightReader):
 
     @property
     def num_heads(self) -> int:
-        """Returns the number of query heads per layer, without loading the model; UserError if layers differ in it."""
+        """Returns the number of query heads per layer, without loading the model; UserError if it is not uniform."""
         return num_heads(self.path, self.revision)
 
     @property
@@ -58,19 +58,19 @@ class AttentionReader(WeightReader):
         return kernel_for(inspect_model(self.path, self.revision))
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns the settings that change what is read from the model: weights, dtype, attention kernel family."""
+        """Returns the settings that affect the readings: model weights, dtype, attention kernel family."""
         return {"weights": weights_fingerprint(self.path, self.revision), "dtype": self.dtype, "kernel": self.kernel}
 
 
 class RunJudge(AttentionReader):
-    """Judge of a run, which is loaded at most once.
+    """Judge of a run, loaded at most once.
 
     Args:
         judge: the settings. UserError if another model is required but not named, if the tokenizer has no character
-            offsets, or if the chat template does not read ``chat_template_kwargs``.
+            offsets, or if the chat template does not use ``chat_template_kwargs``.
         model: the run's model, which is the judge unless ``judge.path`` names another.
         chat: the run's chat format, used unless ``judge.path`` names another model.
-        store: store for the traces of a judge that reasons first; with None, each ``load`` keeps its own in memory.
+        store: store for the traces of a judge that reasons first; if None, each ``load`` keeps its own in memory.
     """
 
     name, done, rounds = "judge", "judged", 2  # in both orders
@@ -79,7 +79,7 @@ class RunJudge(AttentionReader):
         own = judge.path is None
         if own and judge.other:
             raise UserError(
-                "judge.other=true asks for a judge other than the run's own model, but judge.path is null: set "
+                "judge.other=true requires a judge other than the run's own model, but judge.path is null: set "
                 "other_judge.path=FOLDER_OR_HUB_NAME (with judge=other) or judge.path=FOLDER_OR_HUB_NAME"
             )
         self.tokenizer = chat.tokenizer
@@ -106,28 +106,28 @@ class RunJudge(AttentionReader):
         self._store = store
 
     def describe_chat_template(self) -> str:
-        """Describes the chat template around the judge's wording."""
+        """Describes the chat template that wraps the judge prompt."""
         if not self.settings.chat:
-            return "the judge's prompt is the wording alone, without a chat template (judge.chat=false)"
+            return "the judge prompt is used as is, without a chat template (judge.chat=false)"
         whose = "it" if self.settings.path is None else f"{self.path}'s, {self.prompts.chat.chosen.origin}"
-        return f"the judge's wording is a user turn of {whose}"
+        return f"the judge prompt is a user turn in {whose}"
 
     @property
     def verdict(self) -> bool:
-        """Tells whether the two label logits are read as well."""
+        """Returns whether the two label logits are read as well."""
         return self.settings.verdict
 
     def describe_pass(self, rows: str) -> str:
-        """Describes for the log what a pass over ``rows`` does."""
+        """Describes a pass that reads ``rows``, for the log."""
         return f"judge pass: reading {rows} of {self.path} in both orders"
 
     def prompts_fingerprint(self) -> Mapping[str, object]:
-        """Returns every setting of the prompts that changes a number."""
+        """Returns all prompt settings that affect the results."""
         return self.prompts.fingerprint()
 
     @property
     def num_layers(self) -> Depth:
-        """Returns the depth of the judge and its layers with attention, without loading it.
+        """Returns the judge's number of layers, and which have attention, without loading the model.
 
         UserError if no layer can be read.
         """
@@ -144,15 +144,15 @@ class RunJudge(AttentionReader):
         return str(self.tokenizer.decode([token]))
 
     def estimate_memory(self, budget: int) -> MemoryEstimate:
-        """Estimates the memory of a judge pass with ``budget`` tokens per forward, at least one prompt."""
+        """Estimates the memory of a judge pass with ``budget`` tokens per forward pass, but at least one prompt."""
         config, length = load_config(self.path, self.revision), self.settings.max_length
         mapped = length if describe_model(config).mapped else 0
         return estimate_pass(config, dtype=self.settings.dtype, tokens=max(budget, length), mapped=mapped)
 
     def choose_token_budget(self, capacity: int | None) -> int:
-        """Chooses the number of tokens per forward for a device of ``capacity`` bytes (None if unknown).
+        """Chooses the number of tokens per forward pass for a device with ``capacity`` bytes (None if unknown).
 
-        The estimate does not cover the prompt states that a reasoning judge keeps, so it is not used for such a judge.
+        The estimate does not cover the cached prompt states of a reasoning judge, so it is not used for one.
         """
         asked = self.settings.token_budget
         if not isinstance(asked, str):
@@ -163,7 +163,7 @@ class RunJudge(AttentionReader):
         return TOKEN_BUDGET
 
     def load(self, device: torch.device, *, keep: bool = True) -> LoadedJudge:
-        """Loads the model onto ``device``; returns it with its prompts, for capturing.
+        """Loads the model onto ``device``; returns it with its prompt builder, for capturing weights.
 
         ``keep``: whether traces are read from and written to the store.
         """
@@ -189,9 +189,9 @@ class RunJudge(AttentionReader):
         return self._store.table(TRACES, key)
 
     def load_traces(self, pair: PreferencePair) -> tuple[str, ...]:
-        """Returns the traces that the judge wrote about ``pair``, by round.
+        """Returns the judge's stored traces for ``pair``, one per round.
 
-        Empty if the store does not have all of them. UserError for a pair that cannot be shown to the judge.
+        Empty unless the store has all of them. UserError if the pair cannot be shown to the judge.
         """
         table = self._trace_table()
         if table is None:
@@ -202,14 +202,14 @@ class RunJudge(AttentionReader):
 
 
 def add_reasoning(judge: CausalJudge, prompts: JudgePromptBuilder, kept: TraceCache) -> JudgeModel:
-    """Wraps ``judge`` so that it writes a trace first if the rules of ``prompts`` ask for one; else returns ``judge``.
+    """Wraps ``judge`` so that it reasons first if the rules of ``prompts`` require a trace; otherwise returns it.
 
     UserError for a model that cannot generate.
     """
     rules, after = prompts.rules.trace, prompts.after_trace
     if rules is None or after is None:
         return judge
-    writer = TraceWriter(
+    generator = TraceGenerator(
         judge.model,
         prompts.chat.tokenizer,
         rules.sampling(),
@@ -217,7 +217,7 @@ def add_reasoning(judge: CausalJudge, prompts: JudgePromptBuilder, kept: TraceCa
         token_budget=judge.token_budget,
         end_ids=sorted(prompts.chat.end_ids),
     )
-    return ReasoningJudge(judge, writer, kept, after, rules.max_new_tokens)
+    return ReasoningJudge(judge, generator, kept, after, rules.max_new_tokens)
 
 
 # ------------------------------------------------------------------------------------------------ the labels
@@ -225,12 +225,12 @@ def add_reasoning(judge: CausalJudge, prompts: JudgePromptBuilder, kept: TraceCa
 LABEL_MASS = "label_mass"
 PAIRS = 16
 """Number of pairs to measure, two prompts each; the standard error is at most 0.125 (if every mass is 0 or 1)."""
-NOT_MEASURED = "judge: the store has the weights of all pairs, but no valid measurement of the judge's labels on them"
+NOT_MEASURED = "judge: the store has weights for all pairs, but no valid measurement of the judge's labels"
 
 
 @dataclass(frozen=True)
 class LabelCheck:
-    """Stored measurement of the probability of a judge's labels on the first of ``pairs``, by judge and prompts."""
+    """Measures how much probability a judge puts on its labels for the first of ``pairs``, and stores the result."""
 
     judge: RunJudge
     store: Store
@@ -258,15 +258,15 @@ class LabelCheck:
     def check_stored(self, load: Callable[[], LoadedJudge]) -> None:
         """Checks the stored measurement when all weights are already in the store.
 
-        The measurement is missing if its record is damaged or was not copied, or if it was made on other pairs. If
-        ``judge.low_label_mass`` is stop, the judge is then loaded with ``load`` and measured; if it is warn, a log line
-        says that there is no measurement.
+        The measurement is missing if its record is damaged or was not copied, or if it was made on other pairs. In that
+        case, the judge is loaded with ``load`` and measured if ``judge.low_label_mass`` is stop; if it is warn, a log
+        line says that there is no measurement.
         """
         mass = self.load_measurement()
         if mass is not None:
             self.enforce_minimum(mass)
         elif self.sample_prompts and not self._is_strict:
-            log.info("%s; they are not measured again, because judge.low_label_mass=warn", NOT_MEASURED)
+            log.info("%s; skipping the measurement because judge.low_label_mass=warn", NOT_MEASURED)
         elif self.sample_prompts:
             log.info("%s: loading the judge to measure them (judge.low_label_mass=warn skips this)", NOT_MEASURED)
             self.measure_and_check(load())
@@ -274,8 +274,8 @@ class LabelCheck:
     def measure_and_check(self, judge: LoadedJudge) -> None:
         """Measures the sample pairs, unless their measurement is stored, and logs the result.
 
-        UserError below ``judge.min_label_mass`` if ``judge.low_label_mass`` is stop, and then also if the labels cannot
-        be read at all; with warn both are warnings.
+        With ``judge.low_label_mass=stop``, raises UserError if the result is below ``judge.min_label_mass`` or the
+        labels cannot be read at all; with warn, both are warnings.
         """
         mass = self.load_measurement()
         if mass is None and self.sample_prompts:

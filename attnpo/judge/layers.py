@@ -1,6 +1,6 @@
 """Names of layers, and of the stored rows of captured weights.
 
-Layers and query heads are counted from 1 (layers as in the paper: 32 = last of 32).
+Layers and query heads are numbered from 1 (layers as in the paper: 32 = last of 32).
 """
 
 import logging
@@ -14,22 +14,22 @@ log = logging.getLogger(__name__)
 
 
 class Depth(int):
-    """Number of a judge's layers that also lists those with readable softmax attention.
+    """Number of layers in a judge; also records which of them have readable softmax attention.
 
-    ``attending``: the numbers of these layers, ascending. A plain int means that every layer has attention.
+    ``attending``: 1-based indices of these layers, ascending. A plain int means that all layers have attention.
     """
 
     attending: tuple[int, ...]
 
     def __new__(cls, layers: int, attending: Sequence[int] | None = None) -> "Depth":
-        """Returns the depth; without ``attending`` every layer has attention."""
+        """Creates the depth; without ``attending``, all layers have attention."""
         made = super().__new__(cls, layers)
         made.attending = tuple(range(1, layers + 1) if attending is None else attending)
         return made
 
 
 def layers_with_attention(num_layers: int) -> tuple[int, ...]:
-    """Returns the numbers of the layers with softmax attention, ascending; a plain int means all layers."""
+    """Returns the 1-based indices of the layers with softmax attention, ascending; all layers for a plain int."""
     return Depth(num_layers).attending if not isinstance(num_layers, Depth) else num_layers.attending
 
 
@@ -63,11 +63,11 @@ _FRACTION = re.compile(r"^\s*(\d+)\s*/\s*(\d+)\s*$")
 
 
 def resolve_layer(layer: int | str, num_layers: int, key: str = "weights.layer") -> int:
-    """Returns the 1-based number of ``layer`` in a model of ``num_layers`` layers.
+    """Returns the 1-based index of ``layer`` in a model with ``num_layers`` layers.
 
-    ``layer``: a number, "last", or a fraction of the depth such as "1/4" (rounded down, at least 1: 8, 16 and 24 of 32
+    ``layer``: a number, "last", or a fraction of the depth, e.g. "1/4" (rounded down, at least 1: 8, 16 and 24 of 32
     as in the paper). Names and fractions count only layers with softmax attention: "last" is the last of these. "auto"
-    must have been replaced before (``attnpo.lab.auto_layer``). UserError naming ``key`` if there is no such layer.
+    must already have been replaced (``attnpo.lab.auto_layer``). UserError naming ``key`` if there is no such layer.
     """
     readable = layers_with_attention(num_layers)
     whole = readable == tuple(range(1, num_layers + 1))
@@ -91,12 +91,12 @@ def resolve_layer(layer: int | str, num_layers: int, key: str = "weights.layer")
 
 
 def describe_layers(layers: Sequence[int]) -> str:
-    """Lists layers for error messages: "one of the layers 4, 8, 12 that have attention"."""
-    return f"one of the layers {', '.join(map(str, layers))} that have attention"
+    """Lists layers for error messages: "one of the layers with attention (4, 8, 12)"."""
+    return f"one of the layers with attention ({', '.join(map(str, layers))})"
 
 
 def distinct_layers(layers: Sequence[int | str], num_layers: int, key: str) -> dict[int, list[str]]:
-    """Returns the given names of each layer, by its number in a model of ``num_layers`` layers, ascending.
+    """Groups the given layer names by layer index, ascending, in a model with ``num_layers`` layers.
 
     Different names for the same layer (a fraction or "last" on a shallow model) are merged and logged. UserError naming
     ``key`` if a name is given twice or a layer is out of range.
@@ -112,12 +112,12 @@ def distinct_layers(layers: Sequence[int | str], num_layers: int, key: str) -> d
         names.append(name)
     for number, names in named.items():
         if len(names) > 1:
-            log.info("%s: %s are the same layer here: layer %d of %d", key, ", ".join(names), number, num_layers)
+            log.info("%s: %s are all the same layer in this model: %d of %d", key, ", ".join(names), number, num_layers)
     return dict(sorted(named.items()))
 
 
 def _named_layer(name: str, layers: Sequence[int]) -> int | None:
-    """Returns the number of a named layer; fractions count only ``layers``, those with attention."""
+    """Returns the 1-based index of a named layer; fractions count only ``layers``, those with attention."""
     if name == "last":
         return layers[-1]
     if re.fullmatch(r"-?\d+", name):

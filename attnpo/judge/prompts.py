@@ -1,13 +1,13 @@
 """Judge prompts: the comparison text, its tokens, and which tokens belong to which response.
 
-Paper: the judge sees both answers in both orders with hidden labels and is asked for a letter; its attention is read at
-the last prompt token. Spans come from the character positions at which rendering inserts the texts, never from a search
-for delimiters, so a response may contain anything.
+As in the paper, the judge sees both answers in both orders with hidden labels and is asked for a letter; its attention
+is read at the last prompt token. Spans come from the character positions at which the responses are inserted, never
+from a search for delimiters, so a response may contain anything.
 
-Differs from the official code: placeholders are substituted in one pass (there an answer's own "{answer_b}" is
-replaced), there is no second BOS, and texts are cut at character boundaries and the total is checked again (there
-tokens are cut, decoded and encoded again, which can change the length and leave U+FFFD). Spans reach the response's
-last character unless SpanMode.REFERENCE asks for the shorter ones.
+Differences from the official code: placeholders are substituted in one pass (the official code also replaces an
+"{answer_b}" inside an answer), there is no second BOS, and strings are truncated at character boundaries and the total
+is checked again (the official code truncates tokens and re-encodes them, which can change the length and leave U+FFFD).
+Spans extend to the response's last character unless SpanMode.REFERENCE selects the shorter ones.
 """
 
 import re
@@ -32,7 +32,7 @@ PLACEHOLDERS = ("question", "answer_a", "answer_b")
 
 
 class RenderedPrompt(NamedTuple):
-    """Filled template and the half-open character range of each placeholder's text in it."""
+    """Filled-in template and the half-open character range of each placeholder's value in it."""
 
     text: str
     spans: dict[str, Range]
@@ -47,7 +47,7 @@ def read_text_file(path: str | Path, key: str) -> str:
 
 
 class JudgeTemplate:
-    """Text with {question}, {answer_a} and {answer_b}, each exactly once; other braces are plain text."""
+    """Template with {question}, {answer_a} and {answer_b}, each exactly once; other braces are plain text."""
 
     def __init__(self, text: str) -> None:
         pieces = re.split(r"\{(" + "|".join(PLACEHOLDERS) + r")\}", text)
@@ -78,7 +78,7 @@ class JudgeTemplate:
     def distance_to_closing(self, name: str, text: str | None) -> int | None:
         """Returns the number of characters from a placeholder to ``text``; None if ``text`` does not follow it.
 
-        With ``text`` None, the next visible character is taken.
+        If ``text`` is None, measures to the next visible character.
         """
         literal = self.literals[self.order.index(name) + 1]
         if text is None:
@@ -88,7 +88,7 @@ class JudgeTemplate:
 
 
 def allocate_tokens(room: int, question: int, sizes: Sequence[int], max_response: int) -> tuple[int, list[int]]:
-    """Divides ``room`` tokens among the question and the two responses; returns how many each keeps.
+    """Divides ``room`` tokens between the question and the two responses; returns how many each keeps.
 
     Responses keep at most ``max_response`` tokens each, and the question gets the remaining tokens (decision 10). If
     that would leave the question less than an eighth of the room (with a small judge.max_length), the question keeps an
@@ -105,9 +105,9 @@ def allocate_tokens(room: int, question: int, sizes: Sequence[int], max_response
 
 
 def last_tokens_start(places: Sequence[Range], keep: int, length: int) -> int:
-    """Returns the index of the character where the last ``keep`` tokens begin, past any shared with an earlier token.
+    """Returns the index of the first character of the last ``keep`` tokens that no earlier token shares.
 
-    ``places`` are the tokens' half-open character ranges, and ``length`` is the number of characters of the text.
+    ``places`` are the tokens' half-open character ranges; ``length`` is the string's number of characters.
     """
     if keep >= len(places):
         return 0
@@ -118,7 +118,7 @@ def last_tokens_start(places: Sequence[Range], keep: int, length: int) -> int:
 
 
 def count_first_tokens(places: Sequence[Range], keep: int) -> int:
-    """Returns the largest number of tokens, at most ``keep``, that ends at a character boundary.
+    """Returns the largest number of leading tokens, at most ``keep``, that end at a character boundary.
 
     If there is none, returns the number of tokens up to the first complete character.
     """
@@ -131,7 +131,7 @@ def count_first_tokens(places: Sequence[Range], keep: int) -> int:
 
 
 def label_token_ids(chat: ChatFormat, prompt: str, labels: Sequence[str], key: str = "judge.labels") -> tuple[int, ...]:
-    """Returns the id of each label as the model would write it after ``prompt``, a rendered text.
+    """Returns the token id of each label as the model would generate it after ``prompt``, a rendered string.
 
     Raises UserError, naming ``key``, if a label is more than one token both there and on its own, if it is not in the
     vocabulary, or if two labels are the same token.
@@ -159,8 +159,8 @@ def label_token_ids(chat: ChatFormat, prompt: str, labels: Sequence[str], key: s
 def check_prefill(chat: ChatFormat, prompt: str, prefill: str, labels: Sequence[str]) -> None:
     """Raises UserError unless ``prompt``, which ends in ``prefill``, has the same tokens whichever label follows.
 
-    Otherwise the label would be scored after other tokens than those the model sees when it writes the label itself:
-    the tokenizer drops trailing whitespace, or merges the end of the prefill with the label.
+    Otherwise the label would be scored after different tokens from those that precede a generated label: the
+    tokenizer drops trailing whitespace, or merges the end of the prefill with the label.
     """
     before, places = chat.tokenize(prompt)
     if not prefill.strip() or not places or places[-1][1] < len(prompt):
@@ -183,7 +183,7 @@ def check_prefill(chat: ChatFormat, prompt: str, prefill: str, labels: Sequence[
 
 @dataclass(frozen=True)
 class AfterTrace:
-    """Ids that follow a trace: ``closing`` if the trace did not end by itself, then always ``prefill``."""
+    """Token ids that follow a trace: ``closing`` if the trace did not end by itself, then always ``prefill``."""
 
     closing: tuple[int, ...]
     prefill: tuple[int, ...]
@@ -195,21 +195,21 @@ class AfterTrace:
 
 
 def make_after_trace(chat: ChatFormat, prompt: str, rules: TraceRules, prefill: str | None) -> AfterTrace:
-    """Returns the ids after a trace to ``prompt``, a rendered text that ends where the judge begins to write.
+    """Returns the ids after a trace that follows ``prompt``, a rendered string that ends where generation starts.
 
     UserError if the prefill closes a trace by itself, or if the judge's tokenizer has no tokens for ``until``.
     """
     until = rules.until
     if prefill is not None and until.strip() in prefill:
         raise UserError(
-            f"judge.prefill={prefill!r} contains the end of a trace, but the prefill is written after the trace and "
-            f"judge.trace.until={until!r}: remove that end from the prefill"
+            f"judge.prefill={prefill!r} contains the end of a trace, but the prefill comes after the trace and "
+            f"judge.trace.until={until!r}: remove the end of the trace from the prefill"
         )
     closing = _tokens_after(chat, prompt, until)
     if not closing or chat.tokenizer.unk_token_id in closing:
         raise UserError(
-            f"judge.trace.until: the judge's tokenizer cannot write {until!r}, so no trace would end with that text: "
-            "set judge.trace.until to the text that ends a trace of this judge"
+            f"judge.trace.until: the judge's tokenizer cannot encode {until!r}, so no trace would end with it: set "
+            "judge.trace.until to the text that ends a trace of this judge"
         )
     return AfterTrace(tuple(closing), () if prefill is None else tuple(_tokens_after(chat, prompt + until, prefill)))
 
@@ -217,12 +217,12 @@ def make_after_trace(chat: ChatFormat, prompt: str, rules: TraceRules, prefill: 
 def check_trace_open(prompt: str, frame_end: str, until: str) -> None:
     """Raises UserError if the prompt closes the trace by itself, because the model would not reason after that.
 
-    ``frame_end``: the text that the chat template writes between the question to the judge and its reply.
+    ``frame_end``: the text that the chat template inserts between the question to the judge and its reply.
     """
     if until.strip() in frame_end or prompt.rstrip().endswith(until.strip()):
         raise UserError(
-            f"judge.trace: the judge's prompt ends in {prompt[-60:]!r} and already contains "
-            f"judge.trace.until={until!r}, so the judge would not think: enable thinking "
+            f"judge.trace: the judge's prompt ends with {prompt[-60:]!r} and already contains "
+            f"judge.trace.until={until!r}, so the judge would not reason: enable thinking "
             "(judge.chat_template_kwargs), or set judge.trace=null"
         )
 
@@ -247,7 +247,7 @@ class _JudgedAnswer:
     tokens: tuple[list[int], list[Range]] | None = None  # under IDS: of training, ranges in the whole response
 
     def keep_first_tokens(self, places: list[Range], count: int) -> "_JudgedAnswer":
-        """Returns the response cut after its first ``count`` tokens; ``places``: their character ranges in its text."""
+        """Returns the response truncated to its first ``count`` tokens; ``places``: the tokens' character ranges."""
         if count == len(places):
             return self
         if self.tokens is None:
@@ -256,7 +256,7 @@ class _JudgedAnswer:
 
 
 class _TokenizedRound(NamedTuple):
-    """Ids of a judge prompt, and for each answer slot its token range and the response characters that it covers."""
+    """Token ids of a judge prompt, and each answer slot's token range with the response characters it covers."""
 
     ids: list[int]
     spans: dict[str, Range]
@@ -284,21 +284,21 @@ def last_user_turn(prompt: Sequence[Message]) -> Sequence[Message]:
 
 
 def _turn_text(turn: Message) -> str:
-    """Returns a turn's content and its tool calls as text."""
+    """Returns a turn's content and its tool calls as a string."""
     return "\n".join(text for text in (turn["content"], turn.get("tool_calls")) if text)
 
 
 class JudgePromptBuilder:
-    """Builds both rounds of a pair under fixed rules; ``template`` replaces the wording in the rules' file.
+    """Builds both rounds of a pair under fixed rules; ``template`` replaces the one in the rules' file.
 
-    ``chat`` wraps the question to the judge; ``training`` (None: the same) gives the token ids of training under IDS.
-    If a prompt is too long in either round, both rounds are cut in the same way, so that they see the same text: the
-    question loses its beginning, each response loses its end, and only the kept part gets weights. With ``rules.trace``
-    a prompt ends where the trace begins, and ``after_trace`` has the ids that follow the trace.
+    ``chat`` formats the question to the judge; ``training`` (None: the same) provides the training token ids for IDS.
+    If either round's prompt is too long, both rounds are truncated identically: the question loses its beginning, each
+    response loses its end, and only the kept part gets weights. With ``rules.trace``, a prompt ends where the trace
+    starts, and ``after_trace`` contains the ids that follow the trace.
 
-    Raises UserError if the template cannot be read, has a missing placeholder, cannot give the requested spans, or does
-    not fit into ``rules.max_length`` even without texts. Also if the tokenizer drops the end of ``rules.prefill`` or
-    merges it with a label, or if the prompt or the prefill closes the trace.
+    Raises UserError if the template cannot be read, lacks a placeholder, does not allow the requested spans, or exceeds
+    ``rules.max_length`` even with empty values; also if the tokenizer drops the end of ``rules.prefill`` or merges it
+    with a label, or if the prompt or the prefill closes the trace.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class JudgePromptBuilder:
         if rules.span is SpanMode.REFERENCE and None in self._gaps.values():
             wanted = "visible template text" if rules.span_closing is None else repr(rules.span_closing)
             raise UserError(
-                f"judge.span: reference needs {wanted} after both answers, because spans end before it: change "
+                f"judge.span: reference needs {wanted} after both answers, because the spans end before it: change "
                 "judge.span_closing or judge.template_file, or set judge.span=touch"
             )
         ids, _ = chat.tokenize(" ", start=False)
@@ -335,14 +335,14 @@ class JudgePromptBuilder:
         if self._room < 3:
             free = f" and judge.trace reserves {self._reserved_tokens()}" * (rules.trace is not None)
             raise UserError(
-                f"judge.max_length is {rules.max_length}, but the judge template alone takes about {bare - 3} tokens"
+                f"judge.max_length is {rules.max_length}, but the judge template alone needs about {bare - 3} tokens"
                 f"{free}: raise it or shorten judge.template_file{' or a trace' * bool(free)}"
             )
         if rules.prefill is not None:
             check_prefill(chat, self._text_before_label(), rules.prefill, rules.labels)
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns every setting that changes a prompt, a span or a label: wording, rules, tokenizer, chat template."""
+        """Returns all settings that affect a prompt, a span or a label: template, rules, tokenizer, chat template."""
         rules = self.rules
         reference, spliced = rules.span is SpanMode.REFERENCE, rules.assembly is Assembly.IDS
         return {
@@ -365,7 +365,7 @@ class JudgePromptBuilder:
 
     @cached_property
     def label_ids(self) -> tuple[int, int]:
-        """Returns the ids of the two labels as the judge would write them right after its prompt.
+        """Returns the token ids of the two labels as the judge would generate them right after its prompt.
 
         Raises UserError if a label is more than one token both there and on its own, if it is not in the vocabulary, or
         if both are the same token.
@@ -374,20 +374,20 @@ class JudgePromptBuilder:
         return first, second
 
     def _text_before_label(self) -> str:
-        """Returns a prompt as text up to the label, with an empty trace if the judge writes one."""
+        """Returns a prompt's text up to the label, with an empty trace if the judge reasons first."""
         before = self._full_prompt(self.template.render("x", "x", "x").text)[0]
         trace = self.rules.trace
         return before if trace is None else before + trace.until + (self.rules.prefill or "")
 
     def _reserved_tokens(self) -> int:
-        """Returns the tokens of ``rules.max_length`` that are reserved for a trace and the ids after it."""
+        """Returns the number of tokens in ``rules.max_length`` reserved for a trace and the ids after it."""
         trace = self.rules.trace
         return 0 if trace is None or self.after_trace is None else trace.max_new_tokens + self.after_trace.token_count
 
     # ------------------------------------------------------------------------------------------ building
 
     def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
-        """Returns the two rounds: first with chosen as answer A, then with rejected as answer A.
+        """Returns the two rounds: first with the chosen response as answer A, then with the rejected one.
 
         A token range is empty only if nothing of a response reaches the judge (the tokenizer drops it, or it is
         whitespace at the end of a trimmed message). Raises UserError naming the pair if its text cannot be encoded or
@@ -418,7 +418,7 @@ class JudgePromptBuilder:
         return first, second
 
     def _prepare_answer(self, pair: PreferencePair, side: str) -> _JudgedAnswer:
-        """Returns a response as the judge sees it, without a trace that is weighed apart."""
+        """Returns a response as the judge sees it, without a reasoning trace that is weighted separately."""
         response, begins = pair.response(side), weighted_start(pair, side)
         check_surrogates(response, f"the {side} response")
         if self.rules.assembly is Assembly.IDS:
@@ -489,7 +489,7 @@ class JudgePromptBuilder:
     def _reference_end(self, first: int, last: int, closing: int) -> int:
         """Returns the end of the official code's span.
 
-        It is ``span_drop`` tokens before the closing text's first token, and leaves at least one token.
+        It is ``span_drop`` tokens before the closing text's first token, but the span keeps at least one token.
         """
         return min(last, max(closing - self.rules.span_drop, first + 1))
 
@@ -515,7 +515,7 @@ class JudgePromptBuilder:
         place = locate_answer_in_rendered_turn(full, self._frame, text)
         if place is None:
             raise UserError(
-                "the chat template changes a user message by more than trimming whitespace at its ends, so the "
+                "the chat template does more to a user message than trim whitespace at its ends, so the "
                 "responses cannot be located in it: set model.chat_template to another template"
             )
         return full + prefill, place[1] - place[0], place[1], place[2]
@@ -523,12 +523,12 @@ class JudgePromptBuilder:
     # ------------------------------------------------------------------------------------------ length
 
     def _ranges_with_accents(self, text: str) -> list[Range]:
-        """Returns the character ranges of a response's tokens, such that no cut splits an accent from its letter."""
+        """Returns the character ranges of a response's tokens such that no cut separates an accent from its letter."""
         places = as_array(self.chat.tokenize(text, start=False)[1])
         return as_ranges(extend_over_gaps(places, text, 0, len(text)))
 
     def _shorten_rounds(self, question: str, shown: Mapping[str, _JudgedAnswer]) -> list[_TokenizedRound]:
-        """Returns both rounds within ``_limit``: responses keep their beginning, the question keeps its end."""
+        """Returns both rounds, truncated to ``_limit``: responses keep their beginning, the question keeps its end."""
         asked = self.chat.tokenize(question, start=False)[1]
         tokens = {
             side: view.tokens[1] if view.tokens else self._ranges_with_accents(view.text)
@@ -549,6 +549,6 @@ class JudgePromptBuilder:
                 return rounds
             room -= excess  # tokens at the seams: cut as many more
         raise UserError(
-            f"the judge prompt cannot be cut below judge.max_length {self.rules.max_length}: raise it or shorten "
+            f"the judge prompt cannot be truncated to judge.max_length={self.rules.max_length}: raise it or shorten "
             "judge.template_file"
         )

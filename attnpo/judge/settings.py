@@ -21,9 +21,9 @@ TRACE_VERSION = "1"
 
 @dataclass(frozen=True)
 class TraceRules:
-    """Settings of the reasoning that a judge writes before its verdict (config node ``judge.trace``).
+    """Settings of the reasoning that a judge generates before its verdict (config node ``judge.trace``).
 
-    A trace ends with the text ``until``. If the model has not written that text after ``max_new_tokens`` tokens, or
+    A trace ends with the text ``until``. If the model has not generated that text after ``max_new_tokens`` tokens, or
     ends its turn earlier, the trace is closed with it and counts as cut. ``temperature`` 0 is greedy decoding; samples
     are keyed by ``seed`` and by the prompt, that is, by the pair and the order of its answers.
     """
@@ -45,11 +45,11 @@ class TraceRules:
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists keys without effect: greedy decoding samples nothing."""
+        """Lists keys without effect: greedy decoding does not sample."""
         return dict.fromkeys(("top_p", "top_k", "seed"), "judge.trace.temperature=0") if self.temperature == 0 else {}
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns every setting that changes a trace."""
+        """Returns all settings that affect a trace."""
         drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "seed": self.seed}
         return {
             "max_new_tokens": self.max_new_tokens,
@@ -60,14 +60,14 @@ class TraceRules:
 
 
 class Assembly(Enum):
-    """TEXT tokenises the rendered text (paper); IDS splices the token ids of training between the template's parts."""
+    """TEXT tokenises the rendered text (paper); IDS splices the training token ids between the template's parts."""
 
     TEXT = "text"
     IDS = "ids"
 
 
 class SpanMode(Enum):
-    """TOUCH: all tokens with a character of the response. REFERENCE: the shorter span of the official code."""
+    """TOUCH: all tokens that contain a character of the response. REFERENCE: the official code's shorter span."""
 
     TOUCH = "touch"
     REFERENCE = "reference"
@@ -87,11 +87,11 @@ class JudgeRules:
     template_file: text file with the wording. assembly, span, turns: see the enums. span_closing, span_drop: a
     reference span ends ``span_drop`` tokens before the first token of ``span_closing``, which follows both answers in
     the wording (None: before the first visible character after the answer). max_length: prompts of this many tokens or
-    more are cut. max_response_length: tokens that a response keeps in a prompt that is cut. labels: the letters of the
-    first and the second answer. strip: strip whitespace from both ends of the responses (official code; under IDS the
-    training ids decide). chat: the text is one user message of the chat template; otherwise it is the whole prompt.
-    prefill: the beginning of the judge's reply up to the letter, appended at the end (None: nothing). trace: how the
-    judge reasons before it replies (None: not at all); prompt, trace and prefill together stay within max_length.
+    more are truncated. max_response_length: tokens that each response keeps in a truncated prompt. labels: letters of
+    the first and second answer. strip: strip whitespace from both ends of the responses (official code; under IDS the
+    training ids decide). chat: the wording is a user message in the chat template; otherwise it is the whole prompt.
+    prefill: beginning of the judge's reply up to the letter, appended at the end (None: nothing). trace: how the judge
+    reasons before it replies (None: not at all); prompt, trace and prefill together stay within max_length.
     """
 
     template_file: str
@@ -124,14 +124,14 @@ class Judge(JudgeRules):
     """Settings of a judge: prompt rules (``JudgeRules``) and model.
 
     ``path`` None is the run's own model and chat format. ``chat_template_kwargs``: values for variables of the judge's
-    chat template ({enable_thinking: false}); None takes ``model.chat_template_kwargs`` if the judge is the run's own
-    model, and no values otherwise. ``verdict`` also reads the two label logits, which runs the full depth; without it
-    the forward pass stops after the deepest stored layer. ``token_budget``: tokens per forward pass; "auto" takes as
-    many as fit by the memory estimate, or ``TOKEN_BUDGET`` without an estimate. ``other``: a different model is
-    required, so ``path`` None is a model that ``prepare`` has not built yet, never the run's own. ``min_label_mass``:
-    required probability of both labels together at the verdict position, averaged over the first prompts. The default
-    is one half: below that, the judge more likely writes something else there than a verdict. ``low_label_mass``:
-    whether to warn or to stop if the judge is below that before weights are computed.
+    chat template ({enable_thinking: false}); None uses ``model.chat_template_kwargs`` if the judge is the run's own
+    model, and no values otherwise. ``verdict`` also reads the two label logits, which requires the full depth; without
+    it, the forward pass stops after the deepest stored layer. ``token_budget``: tokens per forward pass; "auto" uses as
+    many as fit according to the memory estimate, or ``TOKEN_BUDGET`` without an estimate. ``other``: a different model
+    is required, so ``path`` None means a model that ``prepare`` has not built yet, never the run's own.
+    ``min_label_mass``: required total probability of both labels at the verdict position, averaged over the first
+    prompts. The default is one half: below that, the judge is more likely to generate something other than a verdict.
+    ``low_label_mass``: whether to warn or stop if the judge is below this minimum before weights are computed.
     """
 
     path: str | None = None
@@ -161,7 +161,7 @@ class Judge(JudgeRules):
     def prompt_rules(self, positions: int | None = None) -> JudgeRules:
         """Returns only the prompt rules, with the template's path resolved, for a judge with ``positions`` positions.
 
-        Prompts are cut to that many tokens; None if the judge has no stated limit.
+        Prompts are truncated to that many tokens; None if the judge states no limit.
         """
         plain = JudgeRules(**{item.name: getattr(self, item.name) for item in fields(JudgeRules)})
         length = plain.max_length if positions is None else min(plain.max_length, positions)
@@ -171,7 +171,7 @@ class Judge(JudgeRules):
 
 @dataclass(frozen=True)
 class OtherJudge:
-    """Alternative judge of a setting, used by ``judge=other``.
+    """Alternative judge of an experimental setting, used by ``judge=other``.
 
     ``path`` None is the judge that ``prepare`` builds. ``layer`` is the layer to read. ``align`` and ``length_from``
     are the values of ``align.method`` and ``objective.length_from`` that suit its tokenizer: levenshtein and source for

@@ -1,4 +1,4 @@
-"""Judge that reasons first: traces, which are written once and cached, and the readings that follow."""
+"""Judge that reasons first: generates and caches traces, then reads the verdict after them."""
 
 import logging
 import time
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from attnpo.judge.base import JudgeModel, JudgeReading, WrittenTrace
+from attnpo.judge.base import JudgeModel, JudgeReading, ReasoningTrace
 from attnpo.judge.prompts import AfterTrace
 from attnpo.models.backbone import require_causal_lm
 from attnpo.models.generate import (
@@ -26,12 +26,12 @@ from attnpo.schema import Sampling, UserError, digest
 from attnpo.system.store import StoreTable, expect_array
 
 
-class TraceWriter:
-    """Continues prompts with a causal LM until the model writes ``until``, ends its turn, or reaches the token limit.
+class TraceGenerator:
+    """Continues prompts with a causal LM until it generates ``until``, ends its turn, or reaches the token limit.
 
-    ``token_budget``: maximum number of tokens of a batch, prompts and traces together; a batch has at least one prompt.
-    ``end_ids``: further ids that end a turn, in addition to those of the tokenizer and the model's folder. UserError
-    for a model that cannot generate.
+    ``token_budget``: maximum number of tokens in a batch, prompts and traces together; a batch has at least one prompt.
+    ``end_ids``: ids that end a turn, in addition to those of the tokenizer and the model's folder. UserError if the
+    model cannot generate.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class TraceWriter:
         self.model = require_causal_lm(model)
         self.tokenizer, self.sampling, self.token_budget = tokenizer, sampling, token_budget
         if not self.model.can_generate():
-            raise UserError(_cannot_write_message(self.model, "its class has no generate method in transformers"))
+            raise UserError(_cannot_generate_message(self.model, "its class has no generate method in transformers"))
         self._until = StopAtText(until, tokenizer)
         self._ends = collect_end_ids(self.model, tokenizer, end_ids)
 
-    def write(self, prompts: Sequence[Sequence[int]]) -> Iterator[dict[int, WrittenTrace]]:
-        """Yields the traces by the prompt's position, batch by batch, longest prompts first.
+    def generate(self, prompts: Sequence[Sequence[int]]) -> Iterator[dict[int, ReasoningTrace]]:
+        """Yields the traces by prompt index, batch by batch, longest prompts first.
 
         UserError if the model's own code fails to generate.
         """
@@ -73,17 +73,17 @@ class TraceWriter:
             raise
         except Exception as error:  # code of any model
             words = " ".join(str(error).split())[:200]
-            raise UserError(_cannot_write_message(self.model, f"{type(error).__name__}: {words}")) from error
+            raise UserError(_cannot_generate_message(self.model, f"{type(error).__name__}: {words}")) from error
 
-    def _make_trace(self, row: list[int], index: int) -> WrittenTrace:
+    def _make_trace(self, row: list[int], index: int) -> ReasoningTrace:
         closed = index in self._until.found and self._until.found[index] == len(row)
         ids = row if closed or row[-1] not in self._ends else row[:-1]
-        return WrittenTrace(tuple(ids), decode_with_special_tokens(self.tokenizer, ids), closed)
+        return ReasoningTrace(tuple(ids), decode_with_special_tokens(self.tokenizer, ids), closed)
 
 
-def _cannot_write_message(model: nn.Module, why: str) -> str:
+def _cannot_generate_message(model: nn.Module, why: str) -> str:
     return (
-        f"judge.trace: {type(model).__name__} cannot write a trace ({why}): set judge.path to another model, or "
+        f"judge.trace: {type(model).__name__} cannot generate a trace ({why}): set judge.path to another model, or "
         "judge.trace=null"
     )
 
@@ -94,12 +94,12 @@ TRACES = "traces"
 """Kind of the store's tables for traces: one row per prompt."""
 IDS, TEXT, CLOSED = "ids", "text", "closed"
 AT_ONCE = 64
-"""Number of traces that are stored together; an interruption loses at most that many."""
+"""Number of traces stored together; an interruption loses at most this many."""
 LOG_EVERY = 60.0  # seconds
 
 
 def trace_key(prompt: Sequence[int]) -> str:
-    """Returns the store key of the trace to a prompt."""
+    """Returns the store key of a prompt's trace."""
     return digest(list(prompt))[:32]
 
 
@@ -108,20 +108,20 @@ class TraceCache:
 
     def __init__(self, table: StoreTable | None) -> None:
         self.table = table
-        self._held: dict[str, WrittenTrace] = {}
+        self._held: dict[str, ReasoningTrace] = {}
 
-    def find_traces(self, keys: Sequence[str]) -> dict[str, WrittenTrace]:
-        """Returns the traces of those ``keys`` that are present."""
+    def find_traces(self, keys: Sequence[str]) -> dict[str, ReasoningTrace]:
+        """Returns the traces of the ``keys`` that are present."""
         if self.table is None:
             return {key: self._held[key] for key in keys if key in self._held}
         known = [key for key, columns in self.table.columns_present(keys).items() if IDS in columns]
         return {
-            key: WrittenTrace(tuple(expect_array(row[IDS]).tolist()), str(row[TEXT]), bool(row[CLOSED]))
+            key: ReasoningTrace(tuple(expect_array(row[IDS]).tolist()), str(row[TEXT]), bool(row[CLOSED]))
             for key, row in self.table.read(known, [IDS, TEXT, CLOSED]).items()
         }
 
-    def add_traces(self, traces: Mapping[str, WrittenTrace]) -> None:
-        """Adds ``traces``."""
+    def add_traces(self, traces: Mapping[str, ReasoningTrace]) -> None:
+        """Stores ``traces``."""
         if self.table is None:
             self._held |= traces
         elif traces:
@@ -136,16 +136,18 @@ class TraceCache:
 class ReasoningJudge:
     """Judge whose verdict position comes after its trace: prompt, trace, end of trace, prefill.
 
-    Traces are read from ``kept``; ``writer`` writes missing ones. Rows cover only the prompt's own tokens, at the same
-    positions as without a trace. ``limit``: maximum number of tokens of a trace.
+    Traces are read from ``kept``; ``generator`` generates missing ones. Rows cover only the prompt's own tokens, at the
+    same positions as without a trace. ``limit``: maximum number of tokens in a trace.
     """
 
-    def __init__(self, judge: JudgeModel, writer: TraceWriter, kept: TraceCache, after: AfterTrace, limit: int) -> None:
-        self.judge, self.writer, self.kept, self.after, self.limit = judge, writer, kept, after, limit
+    def __init__(
+        self, judge: JudgeModel, generator: TraceGenerator, kept: TraceCache, after: AfterTrace, limit: int
+    ) -> None:
+        self.judge, self.generator, self.kept, self.after, self.limit = judge, generator, kept, after, limit
 
     @property
     def num_layers(self) -> int:
-        """Returns the depth of the model; layers are counted 1..num_layers."""
+        """Returns the number of layers; they are numbered 1..num_layers."""
         return self.judge.num_layers
 
     def read(
@@ -158,8 +160,8 @@ class ReasoningJudge:
         verdict: bool = True,
         label_ids: tuple[int, int] | None = None,
     ) -> list[JudgeReading]:
-        """Returns the judge's readings at the position after each prompt's trace, with the trace's length."""
-        traces = self.find_or_write_traces(prompts)
+        """Returns the judge's readings at the position after each prompt's trace, with the length of the trace."""
+        traces = self.find_or_generate_traces(prompts)
         whole = [self.full_ids(prompt, trace) for prompt, trace in zip(prompts, traces, strict=True)]
         given = {"per_head": per_head, "rollout": rollout, "verdict": verdict}
         readings = self.judge.read(whole, layers=layers, label_ids=label_ids, **given)
@@ -173,27 +175,27 @@ class ReasoningJudge:
             for prompt, trace, reading in zip(prompts, traces, readings, strict=True)
         ]
 
-    def full_ids(self, prompt: Sequence[int], trace: WrittenTrace) -> list[int]:
+    def full_ids(self, prompt: Sequence[int], trace: ReasoningTrace) -> list[int]:
         """Returns the ids up to the verdict position; closes a trace that the judge did not end."""
         closing = () if trace.closed else self.after.closing
         return [*prompt, *trace.ids, *closing, *self.after.prefill]
 
-    def find_or_write_traces(self, prompts: Sequence[Sequence[int]]) -> list[WrittenTrace]:
-        """Returns the trace to each prompt; writes and stores missing ones."""
+    def find_or_generate_traces(self, prompts: Sequence[Sequence[int]]) -> list[ReasoningTrace]:
+        """Returns the trace of each prompt; generates and stores missing ones."""
         keys = [trace_key(prompt) for prompt in prompts]
         found = self.kept.find_traces(list(dict.fromkeys(keys)))
         missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in found}
         if missing:
-            found |= self._write_missing(missing)
+            found |= self._generate_missing(missing)
         return [found[key] for key in keys]
 
-    def _write_missing(self, missing: Mapping[str, Sequence[int]]) -> dict[str, WrittenTrace]:
+    def _generate_missing(self, missing: Mapping[str, Sequence[int]]) -> dict[str, ReasoningTrace]:
         names, began = list(missing), time.perf_counter()
         said = began
-        done: dict[str, WrittenTrace] = {}
-        waiting: dict[str, WrittenTrace] = {}
-        log.info("judge: writing %d traces with at most %d tokens in total", len(names), len(names) * self.limit)
-        for batch in self.writer.write(list(missing.values())):
+        done: dict[str, ReasoningTrace] = {}
+        waiting: dict[str, ReasoningTrace] = {}
+        log.info("judge: generating %d traces with at most %d tokens in total", len(names), len(names) * self.limit)
+        for batch in self.generator.generate(list(missing.values())):
             waiting |= {names[place]: trace for place, trace in batch.items()}
             if len(waiting) >= AT_ONCE or len(done) + len(waiting) == len(names):
                 self.kept.add_traces(waiting)
@@ -203,7 +205,7 @@ class ReasoningJudge:
             if done and (now - said > LOG_EVERY or len(done) == len(names)):
                 said, tokens = now, sum(len(trace.ids) for trace in done.values())
                 log.info(
-                    "judge: %d of %d traces written, %.1f tokens on average, %.0f s",
+                    "judge: %d of %d traces generated, %.1f tokens on average, %.0f s",
                     len(done),
                     len(names),
                     tokens / len(done),

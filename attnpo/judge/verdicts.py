@@ -1,8 +1,8 @@
 """Statistics of a judge: verdicts, probability of the labels, and lengths of the traces.
 
-The judge gives its verdict at the verdict position only if nearly all probability is on the labels. A judge that would
-begin with a reasoning trace or with "The better answer is" gives its verdict elsewhere, and its attention at the
-verdict position is not about the verdict.
+A judge states its verdict at the verdict position only if nearly all probability there is on the labels. A judge that
+would start with a reasoning trace or with "The better answer is" states it elsewhere, and its attention at the verdict
+position is not about the verdict.
 """
 
 import math
@@ -21,7 +21,7 @@ Z95 = 1.959964  # standard deviations on either side of a 95 % interval
 
 @dataclass(frozen=True)
 class JudgeStatistics:
-    """Shares between 0 and 1 over ``pairs`` pairs with a verdict in every round; NaN if there are none.
+    """Fractions between 0 and 1 over ``pairs`` pairs with a verdict in every round; NaN if there are none.
 
     ``agreement``: rounds whose higher label logit picks the chosen response (ties count as half). ``pair_accuracy``:
     pairs whose logit difference, averaged over both orders, picks the chosen response (ties count as half).
@@ -54,7 +54,7 @@ class JudgeStanding(Enum):
 
 
 def judge_statistics(captured: Iterable[PairWeights], label_ids: tuple[int, int]) -> JudgeStatistics:
-    """Computes the statistics of all captured pairs with verdicts; ``label_ids``: token ids of labels A and B."""
+    """Computes statistics over all captured pairs with verdicts; ``label_ids``: token ids of labels A and B."""
     margins: list[list[float]] = []
     tokens: list[int] = []
     first: list[float] = []
@@ -84,8 +84,8 @@ def judge_statistics(captured: Iterable[PairWeights], label_ids: tuple[int, int]
 def judge_standing(verdicts: JudgeStatistics) -> JudgeStanding:
     """Classifies a judge by whether the 95 % interval of its accuracy (both orders) is above, around or below one half.
 
-    The interval is Wilson's. It contains one half exactly if a test at level 5 % cannot distinguish the judge from a
-    coin.
+    This is the Wilson interval. It contains one half exactly if a test at the 5 % level cannot distinguish the judge
+    from a coin flip.
     """
     if verdicts.pairs < ENOUGH:
         return JudgeStanding.FEW
@@ -117,7 +117,7 @@ def judge_warning(verdicts: JudgeStatistics) -> str | None:
 
     A judge at chance (``judge_standing``) does not know which answer is better. A judge with more than half of its
     verdicts on neither label does not answer. How often the orders agree is not a criterion: a judge with position bias
-    may be right in every pair in which it is not biased. Accuracy over fewer than 20 pairs is not judged.
+    may be right on every pair that its bias does not decide. Accuracy over fewer than 20 pairs is not assessed.
     """
     unlabelled = f"{100 * verdicts.other_tokens:.0f} % of its verdicts name no label"
     silent = is_silent(verdicts)
@@ -134,12 +134,12 @@ def judge_warning(verdicts: JudgeStatistics) -> str | None:
 
 
 def is_silent(verdicts: JudgeStatistics) -> bool:
-    """Tells whether more than half of the verdicts name neither label; False if no verdict token was read."""
+    """Returns whether more than half of the verdicts name neither label; False if no verdict token was read."""
     return verdicts.other_tokens > 0.5
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
-    """Returns Wilson's 95 % interval of a share observed over ``count`` cases."""
+    """Returns the Wilson 95 % interval of a proportion observed over ``count`` cases."""
     spread = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
     middle, scale = share + Z95**2 / (2 * count), 1 + Z95**2 / count
     return (middle - spread) / scale, (middle + spread) / scale
@@ -173,7 +173,7 @@ CUT = "judge's trace was cut"
 class TraceStatistics:
     """Statistics over ``traces`` traces: mean and maximum number of tokens, and how many were ``cut``.
 
-    ``at_limit``: traces cut because they reached ``limit`` tokens; in the others that were cut, the judge ended its
+    ``at_limit``: traces cut because they reached ``limit`` tokens; the other cut traces end where the judge ended its
     turn. ``until``: the text that closed them. ``first``: the pairs of the first cut traces, at most three.
     """
 
@@ -191,11 +191,11 @@ class TraceStatistics:
         return {**asdict(self), "mean": round(self.mean, 2), "first": list(self.first)}
 
     def describe_lengths(self) -> str:
-        """Describes the lengths for the log."""
-        return f"judge: {self.traces} traces with {self.mean:.1f} tokens on average, {self.longest} at most"
+        """Describes the trace lengths for the log."""
+        return f"judge: {self.traces} traces with {self.mean:.1f} tokens on average, at most {self.longest}"
 
     def describe_cut_traces(self) -> str | None:
-        """Describes how many traces were cut, why, and what was done; None if none was cut."""
+        """Describes how many traces were cut, why, and what was done about it; None if none was cut."""
         if not self.cut:
             return None
         ended = self.cut - self.at_limit
@@ -208,7 +208,7 @@ class TraceStatistics:
 
 
 def trace_statistics(captured: Iterable[PairWeights], rules: TraceRules) -> TraceStatistics | None:
-    """Computes the statistics of all captured rounds with a trace written under ``rules``; None without traces."""
+    """Computes statistics over all captured rounds with a trace generated under ``rules``; None without traces."""
     traced = [(pair.pair_id, item.trace) for pair in captured for item in pair.rounds if item.trace is not None]
     if not traced:
         return None
@@ -229,15 +229,14 @@ def trace_statistics(captured: Iterable[PairWeights], rules: TraceRules) -> Trac
 # ------------------------------------------------------------------------------------------------ the labels
 
 TOP = 3
-"""Maximum number of most likely tokens to report, as further ones say little about the judge's reply."""
+"""Maximum number of most likely tokens to report; the rest say little about the judge's reply."""
 
 
 @dataclass(frozen=True)
 class LabelMass:
     """Mean total probability of both labels over the first ``prompts`` prompts, between 0 and 1.
 
-    ``written``: the texts that the judge would write (most likely tokens only) with the number of prompts, most
-    frequent first.
+    ``written``: the judge's most likely next tokens as text, with the number of prompts for each, most frequent first.
     """
 
     share: float
@@ -249,23 +248,23 @@ class LabelMass:
         return {**asdict(self), "written": [list(one) for one in self.written]}
 
     def describe_share(self) -> str:
-        """Describes the share and the tokens that the judge would write, for the log."""
+        """Describes the share and the most likely tokens, for the log."""
         return (
             f"judge: {100 * self.share:.3g} % of the probability at the verdict position is on its two labels (mean of "
-            f"{self.prompts} prompts); most likely it writes {describe_texts(self.written, self.prompts)}"
+            f"{self.prompts} prompts); most likely tokens: {describe_texts(self.written, self.prompts)}"
         )
 
     def describe_shortfall(self, minimum: float) -> str | None:
-        """Describes a share below ``minimum`` and the options that help; None if it is not below."""
+        """Describes a share below ``minimum`` and possible remedies; None if it is not below."""
         if self.share >= minimum:
             return None
         return (
             f"the judge puts {100 * self.share:.3g} % of its probability on its labels, less than the "
-            f"{100 * minimum:.3g} % of judge.min_label_mass, and most likely writes "
-            f"{describe_texts(self.written, self.prompts)}: its attention at this position does not belong to a "
-            "verdict. Possible remedies: switch thinking off (judge.chat_template_kwargs), let it write its reasoning "
-            "first (judge.trace), give the beginning of its reply up to the letter (judge.prefill), change the wording "
-            "(judge=..., judge.template_file), or use the letters that it does write (judge.labels)"
+            f"{100 * minimum:.3g} % required by judge.min_label_mass (most likely tokens: "
+            f"{describe_texts(self.written, self.prompts)}), so its attention at this position does not reflect a "
+            "verdict. Possible remedies: switch thinking off (judge.chat_template_kwargs), let it reason first "
+            "(judge.trace), prefill its reply up to the letter (judge.prefill), change the wording "
+            "(judge=..., judge.template_file), or use the letters that it does generate (judge.labels)"
         )
 
 
@@ -287,11 +286,11 @@ def average_label_mass(readings: Sequence[JudgeReading], decode: Callable[[int],
 
 
 def count_most_frequent(tokens: Iterable[int | None], decode: Callable[[int], str]) -> tuple[tuple[str, int], ...]:
-    """Counts the most frequent ``tokens`` as text; ties are in order of first appearance."""
+    """Counts the most frequent ``tokens``, decoded; ties are in order of first appearance."""
     counts = Counter(token for token in tokens if token is not None)
     return tuple((decode(token), count) for token, count in counts.most_common(TOP))
 
 
 def describe_texts(texts: Sequence[tuple[str, int]], prompts: int) -> str:
-    """Describes each text with the number of prompts after which the judge would write it."""
+    """Describes each text with the number of prompts for which it is the most likely next token."""
     return ", ".join(f"{text!r} ({count} of {prompts})" for text, count in texts) or "unknown tokens"

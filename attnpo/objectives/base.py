@@ -1,17 +1,17 @@
-"""Objective protocol, and the reductions over response tokens that every objective uses.
+"""Objective protocol, and the reductions over response tokens shared by all objectives.
 
 Objectives see only log-probabilities of response tokens; prompts, padding and packing are handled by ``models``.
 
-Each objective's file contains its formula as a pure function of tensors and numbers, which its class calls. The
+Each objective's file implements its formula as a pure function of tensors and numbers, which its class calls. The
 functions share these arguments, in this order. Rows are responses, all chosen ones first and then their rejected
 partners; log-probabilities are in nats, lengths in tokens.
 
 - ``policy_logps``, ``reference_logps`` [rows, R]: log-probability of each response token under policy and reference.
-- ``weights`` [rows, R]: a distribution over each response's tokens, or factors. They get no gradient.
+- ``weights`` [rows, R]: a distribution over each response's tokens, or factors. They receive no gradient.
 - ``mask`` [rows, R]: true on response tokens; values elsewhere are ignored.
 - ``lengths`` [rows]: |y|, which multiplies each weighted sum; None for factors and for sums without |y|.
 
-Next come tensors that only this formula uses, and then the hyperparameters.
+These are followed by tensors that only one formula uses, and then by hyperparameters.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ def reduce(
 
 
 class LengthFrom(Enum):
-    """Tokenizer whose tokens |y| counts: the weight source's (as in the paper) or the policy's."""
+    """Tokenizer in whose tokens |y| is measured: the weight source's (as in the paper) or the policy's."""
 
     SOURCE = "source"
     TRAIN = "train"
@@ -70,7 +70,7 @@ def weighted_sum(
     mask: Bool[Tensor, "rows R"],
     lengths: Float[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, " rows"]:
-    """Returns ``|y| sum_t a_t x_t`` of each row, which is the plain sum S(x) for uniform weights.
+    """Returns ``|y| sum_t a_t x_t`` for each row, which is the plain sum S(x) for uniform weights.
 
     Without ``lengths``, returns ``sum_t w_t x_t``.
     """
@@ -97,7 +97,7 @@ class ObjectivePart:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthScaled(ObjectivePart):
-    """Part of objectives that multiply weighted sums by |y|: config keys, and access to weights, mask and lengths."""
+    """Base of objectives that multiply weighted sums by |y|: config keys, and access to weights, mask and lengths."""
 
     length_scale: bool = True
     length_from: LengthFrom = LengthFrom.SOURCE
@@ -109,7 +109,7 @@ class LengthScaled(ObjectivePart):
     def weighted(
         self, rows: RowGroup
     ) -> tuple[Float[Tensor, "rows R"], Bool[Tensor, "rows R"], Float[Tensor, " rows"] | None]:
-        """Returns weights, mask and lengths of the rows in the form the formulas expect."""
+        """Returns weights, mask and lengths of the rows in the form that the formulas expect."""
         lengths = response_lengths(rows, self.length_scale, self.length_from)
         return rows.token_weights["reward"], rows.response_mask, lengths
 
@@ -139,7 +139,7 @@ class PreferenceObjective(Protocol):
     """Preference loss. ``requires`` names the inputs that must be computed for it; nothing else is computed.
 
     "reference": log-probabilities of a frozen reference. "token_weights": weights of any source; if "factors" is also
-    required, the source must give factors. "hidden", "vocab:NAME", "joint:NAME", "input_gradient": statistics of
+    required, the source must provide factors. "hidden", "vocab:NAME", "joint:NAME", "input_gradient": statistics of
     ``TokenStats`` (joint ones need the reference's head). "group:NAME": further rows, scored with each micro-batch.
     "ahead:NAME": rows that are scored before an optimizer step (``StepObjective``). "several_pairs": more than one pair
     per step.
@@ -166,7 +166,7 @@ class StepObjective(PreferenceObjective, Protocol):
 def log_ratios(
     policy_logps: Float[Tensor, "rows R"], reference_logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]
 ) -> Float[Tensor, "rows R"]:
-    """Returns per-token ``d = log pi - log ref``, 0 outside the response; subtracts per token, before any sum."""
+    """Returns per-token ``d = log pi - log ref``, 0 outside the response; the subtraction precedes any sum."""
     difference = policy_logps - reference_logps.to(policy_logps.dtype)
     return torch.where(mask, difference, torch.zeros_like(difference))
 

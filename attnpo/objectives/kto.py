@@ -44,7 +44,7 @@ def kto_loss(
     It is the mean of ``lam_D sigmoid(-b (S(d_w) - z))`` and ``lam_U sigmoid(-b (z - S(d_l)))``.
 
     ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d (nats); rewards are ``b S(d)``, b is ``beta``. ``z = max(0,
-    mismatched_mean)`` gets no gradient and is the extra ``kl``; ``mismatched_mean`` is the mean of the unweighted S(d)
+    mismatched_mean)`` has no gradient and is the extra ``kl``; ``mismatched_mean`` is the mean of the unweighted S(d)
     over the step's mismatched rows. Source: Ethayarajh et al. 2024, section 4 (arXiv 2402.01306); TRL 1.16
     ``kto_trainer.py``.
 
@@ -54,7 +54,7 @@ def kto_loss(
         >>> policy, reference = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]]), torch.full((2, 2), -1.0)
         >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
         >>> lengths = mask.sum(-1).float()
-        >>> mean = torch.tensor(0.2)  # of log-ratios summed over prompts with others' responses
+        >>> mean = torch.tensor(0.2)  # of the log-ratio sums of prompts with other prompts' responses
         >>> kto_loss(policy, reference, weights, mask, lengths, mean, beta=0.1).losses
         tensor([0.4850])
     """
@@ -69,8 +69,8 @@ def kto_loss(
 class KTO(LengthScaled):
     """``lam_D sigmoid(-b (S_w(d) - z))`` for chosen responses, ``lam_U sigmoid(-b (z - S_w(d)))`` for rejected ones.
 
-    ``z = max(0, mean of S(d))`` over the step's mismatched rows (a prompt with the responses to another prompt),
-    without gradient; the clamp comes after the mean. The loss of a pair is the mean of its two examples, so the mean
+    ``z = max(0, mean of S(d))`` over the step's mismatched rows (prompts paired with responses to another prompt),
+    without gradient; the clamp follows the mean. The loss of a pair is the mean of its two examples, so the mean
     over pairs is the mean over all examples. S_w sums with the token weights as TwDPO does (``length_scale``,
     ``length_from``); z is not weighted. Uniform weights give the KTO of TRL 1.16, with z over the whole step instead of
     a micro-batch.

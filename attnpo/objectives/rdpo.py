@@ -45,7 +45,7 @@ def rdpo_loss(
 class RDPO(LengthScaled):
     """``-log sigmoid(beta (S(d_w) - S(d_l)) + alpha (n_w - n_l))`` with n the response's training tokens.
 
-    A chosen response that is longer already gets part of its margin from alpha, so it is pushed less; beta does not
+    A longer chosen response already gets part of its margin from alpha, so its likelihood is raised less; beta does not
     multiply alpha. Token weights multiply the log-ratios d, scaled as in TwDPO; n is not weighted.
     """
 

@@ -38,7 +38,7 @@ def reference_kl(policy: TokenStats) -> Float[Tensor, "rows R"]:
 
 
 def tdpo2_margin(sums: Float[Tensor, " rows"], kl: Float[Tensor, " rows"], alpha: float) -> Float[Tensor, " pairs"]:
-    """Returns ``S_w - S_l - alpha (K_l - sg(K_w))`` per pair: the chosen side's K passes no gradient."""
+    """Returns ``S_w - S_l - alpha (K_l - sg(K_w))`` per pair; the chosen response's K carries no gradient."""
     (chosen, rejected), (chosen_kl, rejected_kl) = split_pairs(sums), split_pairs(kl)
     return chosen - rejected - alpha * (rejected_kl - chosen_kl.detach())
 
@@ -55,7 +55,7 @@ def tdpo1_loss(
     """Returns the TDPO1 loss of each pair: ``-log sigmoid(beta [S(d_w) - S(d_l) - (K_l - K_w)])``.
 
     ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d, ``K = sum_t KL(ref || policy)`` the unweighted ``position_kl``,
-    all in nats; K_w and K_l pass gradient and are extras. Rewards are ``beta (S(d) + K)``. Source: Zeng et al. 2024
+    all in nats; K_w and K_l carry gradient and are extras. Rewards are ``beta (S(d) + K)``. Source: Zeng et al. 2024
     (arXiv 2404.11999); Vance0124/Token-level-Direct-Preference-Optimization, ``trainers.py``.
 
     Example:
@@ -113,7 +113,7 @@ def tdpo_output(
 
 @dataclass(frozen=True)
 class TDPO1(LengthScaled):
-    """``-log sigmoid(beta [S(d_w) - S(d_l) - (K_l - K_w)])``; both K pass gradient.
+    """``-log sigmoid(beta [S(d_w) - S(d_l) - (K_l - K_w)])``; both K_w and K_l carry gradient.
 
     ``length_scale`` and ``length_from`` work as in TwDPO; uniform weights give the plain S(d).
     """
@@ -126,7 +126,7 @@ class TDPO1(LengthScaled):
         check_beta(self.beta)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Computes losses, rewards ``beta (S(d) + K)`` and both K of the batch."""
+        """Computes losses, rewards ``beta (S(d) + K)`` and both sides' K for the batch."""
         return tdpo1_loss(
             policy.logps, logps_of(reference), *self.weighted(batch.main), reference_kl(policy), self.beta
         )
@@ -146,7 +146,7 @@ class TDPO2(TDPO1):
         check_range("objective", "[0, inf)", alpha=self.alpha)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Computes losses, rewards ``beta (S(d) + K)`` without alpha and both K of the batch."""
+        """Computes losses, rewards ``beta (S(d) + K)`` without alpha, and both sides' K for the batch."""
         return tdpo2_loss(
             policy.logps, logps_of(reference), *self.weighted(batch.main), reference_kl(policy), self.beta, self.alpha
         )

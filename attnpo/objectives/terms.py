@@ -1,4 +1,4 @@
-"""Terms shared by objectives: losses of a margin, odds, the SFT term, the anchor, and checks of their keys."""
+"""Terms shared by objectives: margin losses, log odds, the SFT term, the anchor, and checks of their config keys."""
 
 import math
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ class LossType(Enum):
 
 
 def sigmoid_loss(margin: Float[Tensor, " pairs"], label_smoothing: float = 0.0) -> Float[Tensor, " pairs"]:
-    """Returns ``-(1-e) log sigmoid(z) - e log sigmoid(-z)`` per pair, stable for margins of several hundred."""
+    """Returns ``-(1-e) log sigmoid(z) - e log sigmoid(-z)`` per pair, stable for margins in the hundreds."""
     loss = -F.logsigmoid(margin)
     if label_smoothing:
         loss = (1.0 - label_smoothing) * loss - label_smoothing * F.logsigmoid(-margin)
@@ -88,8 +88,8 @@ def chosen_nll(
 ) -> Float[Tensor, " pairs"]:
     """Returns the negative log-likelihood ``-A(p)`` or ``-S(p)`` of each chosen response (the first half of the rows).
 
-    Under BATCH it is the pair's share ``-S(p) pairs_per_token``, with the number of pairs per chosen
-    token in the whole optimizer step; its mean over the pairs then equals the mean over the tokens.
+    Under BATCH it is the pair's share ``-S(p) pairs_per_token``, where ``pairs_per_token`` is the number of pairs per
+    chosen token in the whole optimizer step; its mean over the pairs then equals the mean over the tokens.
     """
     pairs = len(policy_logps) // 2
     how = Reduction.MEAN if form is Sft.MEAN else Reduction.SUM
@@ -98,7 +98,7 @@ def chosen_nll(
 
 
 def add_sft(output: ObjectiveOutput, nll: Float[Tensor, " pairs"], coef: float = 1.0) -> ObjectiveOutput:
-    """Adds ``coef nll`` to each pair's loss, and both the former loss and ``nll`` to the extras.
+    """Adds ``coef nll`` to each pair's loss, and both the original loss and ``nll`` to the extras.
 
     ``nll`` is the result of ``chosen_nll``.
 
@@ -129,14 +129,14 @@ class SftTerm(ObjectivePart):
         """Adds the term to the output, using the token counts of the batch's step.
 
         Raises:
-            ValueError: the step's tokens are needed, but were not counted.
+            ValueError: the step's token counts are needed but missing.
         """
         if self.sft_coef == 0:
             return output
         counted = batch.step_tokens != (0, 0)
         # A step with only void pairs has no tokens to count.
         if self.sft is Sft.BATCH and not counted and bool((batch.pair_weight > 0).any()):
-            raise ValueError("a mean over the step's chosen tokens needs their number, but batch.step_tokens is (0, 0)")
+            raise ValueError("a mean over the step's chosen tokens needs their count, but batch.step_tokens is (0, 0)")
         pairs_per_token = batch.step_pairs / max(batch.step_tokens[0], 1) if counted else 0.0
         nll = chosen_nll(policy.logps, batch.main.response_mask, self.sft, pairs_per_token)
         return add_sft(output, nll, self.sft_coef)
@@ -146,7 +146,7 @@ class SftTerm(ObjectivePart):
 
 
 def clip_log_ratios(ratios: Float[Tensor, "rows R"], clip: float | None) -> Float[Tensor, "rows R"]:
-    """Clips log-ratios to ``clip`` nats on both sides of 0, so that tokens further out get no gradient.
+    """Clips log-ratios to [-clip, clip] nats, so that tokens outside this range get no gradient.
 
     None disables clipping.
 
@@ -202,7 +202,7 @@ def with_anchor(
 
 
 def check_beta(beta: float, label_smoothing: float = 0.0, loss_type: LossType = LossType.SIGMOID) -> None:
-    """Checks that beta is positive, and the label smoothing in [0, 0.5) and with an effect; raises UserError if not."""
+    """Checks that beta is positive and that the label smoothing is in [0, 0.5) and takes effect; UserError if not."""
     check_range("objective", "(0, inf)", beta=beta)
     check_range("objective", "[0, 0.5)", label_smoothing=label_smoothing)
     if label_smoothing and loss_type is LossType.HINGE:

@@ -16,7 +16,7 @@ ANCHOR = Sampling(max_new_tokens=32, temperature=0.8, top_p=0.95, top_k=50)
 
 
 class Triplet(NamedTuple):
-    """Triplet term per pair, and whether the pair's anchor shares a position with both responses."""
+    """Triplet term of each pair, and whether the pair's anchor shares a position with both responses."""
 
     losses: Float[Tensor, " pairs"]
     measured: Bool[Tensor, " pairs"]
@@ -105,10 +105,10 @@ def tidpo_loss(
 class TIDPO:
     """``-log sigmoid(beta [M_w - M_l - alpha (K_l - sg K_w)]) + gamma_triplet * triplet``, ``M = S(w d)``.
 
-    ``w``: token weights as factors (TI-DPO's own: weights=gradient). ``K``: KL of reference to policy summed over the
+    ``w``: token weights as factors (TI-DPO's own: weights=gradient). ``K``: KL(reference || policy) summed over the
     response's positions, unweighted; sg stops the gradient on the chosen side only (TDPO2). ``kl: false`` drops K,
     which gives the weighted DPO form of the paper's equations. The triplet compares per-token log-ratios with those of
-    an ``anchor`` response sampled from the policy; gradients reach the anchor too. Sources: latent-lm/TIDPO,
+    an ``anchor`` response sampled from the policy; gradients also flow into the anchor. Sources: latent-lm/TIDPO,
     ``trainers.py``; Vance0124/Token-level-Direct-Preference-Optimization, ``trainers.py``.
     """
 

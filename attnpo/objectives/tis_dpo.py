@@ -39,7 +39,7 @@ def tis_dpo_loss(
     d is the log-ratio of a token in nats, w (``weights``) a factor, or a distribution times |y| (``lengths``). K is
     ``sum_t w_t KL_t`` with ``position_kl`` the KL from policy to reference at each position; without it there is no KL
     term, which is the default of the authors' code. Rewards are ``beta S``, or ``beta (S - K)`` with ``position_kl``;
-    the extras contain K and the unweighted rewards. Both K_w and K_l pass gradient. Source: exlaw/TIS-DPO,
+    the extras contain K and the unweighted rewards. Both K_w and K_l carry gradient. Source: exlaw/TIS-DPO,
     ``trainers.py``.
 
     Example:

@@ -21,7 +21,7 @@ from attnpo.objectives.terms import AnchorOn, LossType, check_beta, clip_log_rat
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
 
 NO_OPTIONS = (0.0, LossType.SIGMOID, None)
-"""Label smoothing, loss type and clip that the paper uses."""
+"""Label smoothing, loss type and clip ratio used in the paper."""
 
 
 def twdpo_loss(
@@ -96,7 +96,7 @@ class TwDPO(LengthScaled, DPO):
 
     @property
     def requires(self) -> frozenset[str]:
-        """Returns the reference, token weights, and for an anchor KL(policy || reference) at each token."""
+        """Returns the reference, the token weights and, with an anchor, KL(policy || reference) at each token."""
         return super().requires | {"token_weights"}
 
     def unused_keys(self) -> dict[str, str]:
@@ -122,7 +122,7 @@ def otpo_loss(
 ) -> ObjectiveOutput:
     """Returns the OTPO loss of each pair: ``-log sigmoid(beta (sum_t w_wt d_wt - sum_t w_lt d_lt))``.
 
-    d is the log-ratio of a token in nats, w (``weights``) the mass that each token keeps in the transport between the
+    d is the log-ratio of a token in nats, w (``weights``) the mass that each token retains in the transport between the
     pair's responses (``weights.sources.transport``). Rewards are ``beta sum_t w_t d_t``. Source: Li et al. 2025;
     Mimasss2/OTPO, ``scripts/otpo_trainer.py``.
 

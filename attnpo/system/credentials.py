@@ -1,7 +1,7 @@
 """Keeps secrets out of files and logs: values of ``${oc.env:NAME}``, and credentials in URLs and ``extra_body``.
 
-A saved config contains the interpolation instead of the value. Credentials typed directly are saved as ``***``, which
-is rejected on loading. A run's identity includes environment values as digests, and ignores credentials.
+A saved config contains the interpolation instead of the value. Credentials entered as literals are saved as ``***``,
+which is rejected on loading. A run's identity includes environment values as digests, and ignores credentials.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ def mask_credentials(text: str) -> str:
 
 
 def _hide(text: str, secret: str) -> str:
-    """Returns ``text`` if its part ``secret`` is just an interpolation, otherwise the mask."""
+    """Returns ``text`` if its part ``secret`` is only an interpolation, otherwise the mask."""
     return MASK if _VARIABLE.sub("", secret) else text
 
 
@@ -91,7 +91,7 @@ def to_savable(values: Mapping[str, Json]) -> dict[str, Json]:
             else re.sub(r"(?<!\\)\$\{", r"\\${", mask_credentials(text))
         )
 
-    return cast(dict[str, Json], _map_texts(dict(values), save))
+    return cast(dict[str, Json], _map_strings(dict(values), save))
 
 
 def digest_env_values(values: Mapping[str, Json]) -> dict[str, Json]:
@@ -103,13 +103,13 @@ def digest_env_values(values: Mapping[str, Json]) -> dict[str, Json]:
             found[key] = _digest(text)
         return text
 
-    _map_texts(dict(values), note)
+    _map_strings(dict(values), note)
     return found
 
 
 def redact(values: object) -> object:
     """Converts values for display: environment values become their interpolations, and credentials are masked."""
-    return _map_texts(
+    return _map_strings(
         cast(Json, values),
         lambda text, key, secret: mask_credentials(_interpolation_of(text) or (MASK if secret else text)),
     )
@@ -128,11 +128,11 @@ def identify(values: Mapping[str, object]) -> dict[str, object]:
             else f"{mask_credentials(written)} ({_digest(text)})"
         )
 
-    return cast(dict[str, object], _map_texts(cast(Json, dict(values)), identify))
+    return cast(dict[str, object], _map_strings(cast(Json, dict(values)), identify))
 
 
 def is_same_identity(stored: object, value: object) -> bool:
-    """Returns whether ``stored`` is ``value``, or what ``identify`` made of ``value`` in this or another process."""
+    """Returns whether ``stored`` equals ``value`` or the result of ``identify`` for it in this or another process."""
     if isinstance(stored, list) and isinstance(value, list | tuple):
         return len(stored) == len(value) and all(map(is_same_identity, stored, value))
     if isinstance(stored, str) and isinstance(value, str):
@@ -148,12 +148,12 @@ def _interpolation_of(text: str) -> str | None:
     return _interpolations.get(text, {}).get(None)
 
 
-def _map_texts(value: Json, change: Callable[[str, str, bool], str], key: str = "") -> Json:
-    """Replaces every string in ``value``, at any depth, by ``change(string, key, is_credential)``."""
+def _map_strings(value: Json, change: Callable[[str, str, bool], str], key: str = "") -> Json:
+    """Replaces every string in ``value``, at any depth, with ``change(string, key, is_credential)``."""
     if isinstance(value, Mapping):
-        return {name: _map_texts(item, change, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
+        return {name: _map_strings(item, change, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_map_texts(item, change, f"{key}.{index}") for index, item in enumerate(value)]
+        return [_map_strings(item, change, f"{key}.{index}") for index, item in enumerate(value)]
     if not isinstance(value, str):
         return value
     return change(value, key, BODY in key and bool(_NAMED.search(key) or _TOKEN.search(value)))

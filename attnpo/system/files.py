@@ -51,7 +51,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 @contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Adds ``path`` to an OSError raised inside the context; Python's own error for a failed write names no file."""
+    """Adds ``path`` to an OSError raised inside the context; Python does not name the file if a write fails."""
     try:
         yield
     except OSError as problem:
@@ -61,7 +61,7 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def apply_umask(path: Path) -> None:
-    """Sets the permissions that the umask gives to new files; temporary ones are accessible to their owner only."""
+    """Sets the permissions that new files get under the umask; temporary files are accessible only to their owner."""
     path.chmod((0o777 if path.is_dir() else 0o666) & ~_UMASK)
 
 
@@ -169,7 +169,7 @@ def write_record(path: Path, content: Mapping[str, object]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """Reads a file written by ``write_record``; None if the file does not exist or was changed since."""
+    """Reads a file written by ``write_record``; None if the file does not exist or has changed since."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
         return content if content.pop(RECORD) == _combined_digest(content) else None
@@ -207,7 +207,7 @@ def check_is_own_file(said: str, path: Path, mark: Path, written: Sequence[str],
     """
     strange = [file for file in (path, mark) if os.path.lexists(file) and not written]
     if strange or (os.path.lexists(path) and not (path.is_file() and file_digest(path) in written)):
-        what = f"{strange[0]} was not written by {maker}" if strange else f"it was changed since {maker} wrote it"
+        what = f"{strange[0]} was not written by {maker}" if strange else f"it has changed since {maker} wrote it"
         raise UserError(f"{said}: {what}; move the file away, or choose another file")
 
 
@@ -215,7 +215,7 @@ def check_is_marked_file(said: str, path: Path, maker: str) -> None:
     """Checks that ``path`` does not exist or is a file that ``write_marked_file`` wrote for ``maker``.
 
     Raises:
-        UserError: ``path`` is another file.
+        UserError: ``path`` is any other file.
     """
     mark = path.with_name(f"{path.name}{MARK}")
     stored = read_record(mark) or {}
@@ -225,10 +225,10 @@ def check_is_marked_file(said: str, path: Path, maker: str) -> None:
 def write_marked_file(
     said: str, path: Path, content: bytes | str, maker: str, facts: Mapping[str, object] | None = None
 ) -> None:
-    """Writes a file named by the user, preceded by FILE.meta.json, a marker with ``facts`` and the file's digest.
+    """Writes a file named by the user, after a marker FILE.meta.json with ``facts`` and the file's digest.
 
     Raises:
-        UserError: ``path`` is a file of another origin.
+        UserError: ``path`` exists but was not written by ``maker``, or was changed since.
     """
     check_is_marked_file(said, path, maker)
     content = content.encode() if isinstance(content, str) else content
@@ -305,7 +305,7 @@ def remove_temporary_files(folder: Path) -> None:
 
 
 def flatten(values: Mapping[str, object], separator: str = ".", path: str = "") -> Iterator[tuple[str, object]]:
-    """Yields (name, value) for every leaf of nested mappings, with names joined by ``separator``.
+    """Yields (name, value) for each leaf of nested mappings, with names joined by ``separator``.
 
     An empty mapping counts as a leaf.
     """

@@ -1,6 +1,6 @@
 """Folder lock that allows one job at a time; the main process of a job holds it for all of the job's processes.
 
-The lock is the hidden folder ``.lock`` with one file, which names the holder and is touched as long as the holder is
+The lock is a hidden folder ``.lock`` with one file, which names the holder and is touched regularly while the holder is
 alive. The folder is created under another name and renamed; renaming fails if a lock with a file exists, so exactly one
 of several jobs that start together gets the lock. To replace a dead holder, only that holder's file is removed. Imports
 no third-party package.
@@ -104,7 +104,7 @@ def folder_lock(
     The main process of a job (``leading``) holds the lock; the job's other processes wait until the main process has
     the lock or the lock is free. A holder that has died is replaced: at once if it ran on this machine, otherwise when
     its heartbeat is ``timeout`` seconds old. A restarted job waits up to ``timeout`` seconds for its earlier attempt to
-    end.
+    exit.
 
     Raises:
         UserError: another job holds the lock (``instead``: setting that selects another folder), or the lock cannot be
@@ -165,13 +165,13 @@ def _acquire(mark: Path, this: LockHolder, timeout: float, leading: bool, place:
         if gone and not leading:  # the main process replaces the holder
             return
         if gone:
-            log.info("%s: %s has ended; taking over its lock", place, holder)
+            log.info("%s: %s has exited; taking over its lock", place, holder)
             path.unlink(missing_ok=True)
         elif gone is False and (ends or not waits):
             raise UserError(_lock_held_message(place, holder, instead, timeout, now - began if waits else 0.0))
         elif leading and waits and not said:
             said = True
-            log.info("%s is in use by %s, an earlier attempt of this job: waiting for it to end", place, holder)
+            log.info("%s is in use by %s, an earlier attempt of this job: waiting for it to exit", place, holder)
         else:
             time.sleep(POLL)
 
@@ -235,15 +235,15 @@ def _seconds_since(path: Path, touched: float) -> float:
 
 
 def _lock_held_message(place: str, holder: LockHolder, instead: str, timeout: float, waited: float) -> str:
-    wait = f"wait for it to end (`while kill -0 {holder.pid}; do sleep 5; done`)"
+    wait = f"wait for it to exit (`while kill -0 {holder.pid}; do sleep 5; done`)"
     if holder.is_alive() is None:
-        wait = f"wait for it to end; if it was killed, the lock expires after lock_timeout={timeout:g} seconds"
+        wait = f"wait for it to exit; if it was killed, the lock expires after lock_timeout={timeout:g} seconds"
     still = f", still after {waited:.0f} s" if waited else ""
-    return f"{place} is in use by {holder}{still}: choose another place with {instead}, or {wait}"
+    return f"{place} is in use by {holder}{still}: choose another location with {instead}, or {wait}"
 
 
 def _send_heartbeats(mark: Path, beat: float, stop: threading.Event) -> None:
-    """Touches the lock's file until ``stop`` is set; exits this process if another one has taken the lock."""
+    """Touches the lock's file until ``stop`` is set; exits this process if another one has taken over the lock."""
     while not stop.wait(beat):
         try:
             os.utime(mark)
@@ -253,7 +253,9 @@ def _send_heartbeats(mark: Path, beat: float, stop: threading.Event) -> None:
                 return
             # This process was suspended so long that it seemed dead; its files would now mix with another job's.
             who = "was removed by hand or by a finished job" if lock is None else f"is now held by {lock[2]}"
-            log.critical("%s: its lock %s; this process seemed dead to other jobs and exits now", mark.parents[1], who)
+            log.critical(
+                "%s: its lock %s; other jobs considered this process dead, so it exits now", mark.parents[1], who
+            )
             os._exit(1)
         except OSError:  # a file server that is temporarily unavailable
             continue
@@ -272,7 +274,7 @@ def _machine_id() -> str:
 
 
 def _process_start_time(pid: int) -> str | None:
-    """Returns the start time of a process; an empty string if the process has ended, None if unknown."""
+    """Returns the start time of a process; an empty string if the process has exited, None if unknown."""
     try:
         if Path("/proc/self/stat").exists():
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

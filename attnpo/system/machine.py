@@ -50,7 +50,7 @@ def package_versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Returns the checkout's git commit, followed by ", changed" if files were changed; None outside a checkout."""
+    """Returns the checkout's git commit, followed by ", changed" if files have changed; None outside a checkout."""
     if not (ROOT / ".git").exists():
         return None
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, changed", "--exclude=*"]

@@ -1,4 +1,4 @@
-"""Rank and size of a job from its launcher's environment variables, and callbacks for an abrupt exit."""
+"""Rank and size of a job from its launcher's environment variables, and callbacks on abrupt exit."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ _exit_callbacks: list[Callable[[], None]] = []
 
 @contextmanager
 def before_abrupt_exit(act: Callable[[], None]) -> Iterator[None]:
-    """Calls ``act`` if a signal ends this process abruptly, without an exception, while the context is open."""
+    """Calls ``act`` if a signal terminates this process without an exception while the context is open."""
     _exit_callbacks.append(act)
     try:
         yield

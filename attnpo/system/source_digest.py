@@ -1,4 +1,4 @@
-"""Digest of the source files that can change a run's results. Cheap to import; every study worker starts with it."""
+"""Digest of the source files that can change a run's results. Cheap to import; study workers check it on startup."""
 
 import hashlib
 from functools import cache

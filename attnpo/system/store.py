@@ -89,13 +89,13 @@ class StoreTable:
         return present
 
     def missing_pairs(self, pair_ids: Sequence[str], columns: Iterable[str]) -> list[str]:
-        """Returns the pair ids without all of ``columns``, in order and without duplicates."""
+        """Returns the pair ids that lack any of ``columns``, in order and without duplicates."""
         wanted = set(columns)
         present = self.columns_present(pair_ids)
         return [pair_id for pair_id, have in present.items() if wanted - have]
 
     def seconds_per_pair(self, pair_ids: Iterable[str]) -> float | None:
-        """Returns the mean recorded computing time of these pairs in seconds; None if none was recorded."""
+        """Returns the mean recorded compute time of these pairs in seconds; None if none was recorded."""
         wanted = set(pair_ids)
         timed = [one for one in self._load_index() if one.seconds is not None and wanted & one.rows.keys()]
         pairs = sum(len(one.rows) for one in timed)
@@ -158,8 +158,8 @@ class StoreTable:
         except (OSError, pa.ArrowException) as error:
             del self._shards[shard.name]
             raise UserError(
-                f"store: shard {path} was intact when this run started but cannot be read now ({error}): start the run "
-                "again to recompute the shard's rows"
+                f"store: shard {path} was intact when this run started but cannot be read now ({error}): restart the "
+                "run to recompute the shard's rows"
             ) from error
 
     # ------------------------------------------------------------------------------------------- writing
@@ -168,7 +168,7 @@ class StoreTable:
         """Stores ``rows``: pair id -> column -> number, string, one-dimensional array, or dict of these.
 
         Float32 values are stored bit for bit. Within a call, all values of a column must have one type. ``seconds``:
-        computing time of all rows together.
+        total compute time of the rows.
 
         Raises:
             UserError: the rows cannot be written to disk.
@@ -238,7 +238,7 @@ class StoreTable:
         stored = _read_json(self.folder / KEY_FILE)
         if stored is not None and digest(stored) in (self._digest, digest(identify(self.key))):
             return
-        logger.warning("store %s: %s did not contain the key of this table and is rewritten", self.folder, KEY_FILE)
+        logger.warning("store %s: %s did not contain this table's key; rewriting it", self.folder, KEY_FILE)
         with suppress(OSError):  # the file is only informative, and used to find the most similar table
             self._write_key()
 

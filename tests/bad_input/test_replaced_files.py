@@ -117,7 +117,7 @@ def test_its_own_file_is_written_anew_until_it_is_edited(
     assert given.run(command, word, other) == 0
     assert path.read_bytes() != first
     path.write_bytes(path.read_bytes() + b"\n")
-    assert "was changed since" in given.refused(command, word)
+    assert "has changed since" in given.refused(command, word)
 
 
 def test_one_command_does_not_replace_what_another_wrote(given: Given, tmp_path: Path) -> None:

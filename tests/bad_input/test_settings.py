@@ -43,7 +43,7 @@ KEYS = {
     "data.val_split=nowhere": ("data.val_split=nowhere", "its files: test.jsonl, train.jsonl"),
     "data.path=nowhere.jsonl": ("data.path=nowhere.jsonl: no such file or folder",),
     "judge.labels=[A,A]": ("judge.labels: expected two different labels, got A twice",),
-    "judge.max_length=9": ("judge.max_length is 9, but the judge template alone takes about",),
+    "judge.max_length=9": ("judge.max_length is 9, but the judge template alone needs about",),
     "judge.template_file=nowhere.txt": ("judge.template_file=nowhere.txt: no such file",),
     "model.dtype=int8": ("unknown dtype 'int8'; one of float64, float32, bfloat16, float16",),
     "model.gradient_checkpointing=maybe": ("model.gradient_checkpointing must be true, false or auto, got 'maybe'",),

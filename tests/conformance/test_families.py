@@ -92,7 +92,7 @@ def test_what_the_library_cannot_run_or_we_refuse_has_its_reason(tmp_path: Path)
     assert reasons["rows"].startswith("MambaForCausalLM: it has no softmax attention: ") and "packed" in reasons
     tiny_model("deepseek_v4").save_pretrained(tmp_path / "own")
     found = {one.check: one for one in findings(tmp_path / "own")}
-    assert re.search(r"DeepseekV4ForCausalLM: layer \d has attention that cannot be read", found["rows"].reason)
+    assert re.search(r"DeepseekV4ForCausalLM: the attention of layer \d cannot be read", found["rows"].reason)
     assert "padded log-probs" in found and not any(one.problem for one in found.values())
 
 

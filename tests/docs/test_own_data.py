@@ -151,7 +151,7 @@ def test_the_models_own_template_trains_judges_and_is_exported(
     assert len(trained) == len(runs) and all(any(text in whole for whole in conversations) for text in trained)
     assert {exported.decode(ids) for ids in prompts} == judged_texts(exported)
     origin = "the tokenizer's own" if own.chat_template is not None else "model.fallback_template"
-    assert f"chat template: training uses {origin}; the judge's wording is a user turn of it" in lines
+    assert f"chat template: training uses {origin}; the judge prompt is a user turn in it" in lines
     assert lines.count(f"checkpoints: the exported chat template is the one used in training, {origin}") == len(runs)
     warnings = [
         record.getMessage()

@@ -172,7 +172,7 @@ def test_mask_rule_blocks_and_bounds_by_hand() -> None:
 
 def test_a_silent_layer_is_named() -> None:
     probe = AttentionProbe(torch.tensor([0]), [1, 2], depth=4, per_head=False, rollout=False, stop=False)
-    with pytest.raises(UserError, match="layer 3 gave no softmax attention"):
+    with pytest.raises(UserError, match="layer 3 has no softmax attention to read"):
         probe.check_layers_read({1: None}, [1, 2])
 
 

@@ -41,7 +41,7 @@ def test_distinct_layers_keep_every_name_and_rise(caplog: pytest.LogCaptureFixtu
     caplog.set_level("INFO")
     assert distinct_layers(["last", 1, "1/4"], 32, "study.layers") == {1: ["1"], 8: ["1/4"], 32: ["last"]}
     assert distinct_layers([2, "1/2", "last"], 2, "study.layers") == {1: ["1/2"], 2: ["2", "last"]}
-    assert caplog.messages == ["study.layers: 2, last are the same layer here: layer 2 of 2"]
+    assert caplog.messages == ["study.layers: 2, last are all the same layer in this model: 2 of 2"]
     with pytest.raises(UserError, match=r"^study\.layers: expected each layer once, got 2 twice in \['2', '2'\]"):
         distinct_layers([2, "2"], 2, "study.layers")
     for layers, name in (((1, 1), "1"), (("last", 2, " Last"), "last"), (("1/4", "1/4"), "1/4")):
@@ -77,7 +77,7 @@ def test_hybrids_count_layers_with_attention() -> None:
         UserError, match=r"weights\.layer=5: .* has no readable softmax attention.*one of the layers 4, 8, 12"
     ):
         resolve_layer(5, depth)
-    with pytest.raises(UserError, match="expected one of the layers 4, 8, 12 that have attention"):
+    with pytest.raises(UserError, match="expected one of the layers with attention \\(4, 8, 12\\)"):
         resolve_layer(13, depth)
 
 

@@ -389,7 +389,7 @@ def test_what_a_cut_keeps(formats: Formats, rules: JudgeRules) -> None:
 
 
 def test_a_template_that_does_not_fit(formats: Formats, rules: JudgeRules) -> None:
-    with pytest.raises(UserError, match=r"judge\.max_length is 20, but the judge template alone takes about"):
+    with pytest.raises(UserError, match=r"judge\.max_length is 20, but the judge template alone needs about"):
         JudgePromptBuilder(replace(rules, max_length=20), formats("golden"))
     with pytest.raises(UserError, match=r"judge\.max_response_length must be at least 1"):
         replace(rules, max_response_length=0)

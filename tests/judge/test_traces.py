@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from attnpo.judge.base import WrittenTrace
+from attnpo.judge.base import ReasoningTrace
 from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.judge.settings import Assembly, JudgeRules, TraceRules
-from attnpo.judge.traces import TraceWriter
+from attnpo.judge.traces import TraceGenerator
 from attnpo.schema import Message, PreferencePair, Sampling, UserError
 from tests.run.worlds import build_world
 from tests.text.formats import CHATML, Formats
@@ -70,7 +70,7 @@ def test_what_closes_a_trace_by_itself_is_refused(formats: Formats, rules: Judge
         JudgePromptBuilder(thinks, formats("gpt2_chatml", off))
     plain = Path(rules.template_file).with_name("plain.txt")
     plain.write_text(f"{WORDING}</think>\n")
-    with pytest.raises(UserError, match=r"judge\.trace: the judge's prompt ends in"):
+    with pytest.raises(UserError, match=r"judge\.trace: the judge's prompt ends with"):
         JudgePromptBuilder(replace(thinks, template_file=str(plain), chat=False), formats("gpt2_plain"))
     plain.write_text(f"Think, then write </think>.\n{WORDING}")
     JudgePromptBuilder(replace(thinks, template_file=str(plain)), formats("gpt2_plain"))
@@ -107,11 +107,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 def written(
     tiny: tuple[Any, Any], until: str, budget: int = 4096, end_ids: tuple[int, ...] = (), **sampling: Any
-) -> list[WrittenTrace]:
+) -> list[ReasoningTrace]:
     decoding = Sampling(max_new_tokens=MOST, **{"temperature": 0.0, **sampling})
-    writer = TraceWriter(*tiny, decoding, until, token_budget=budget, end_ids=end_ids)
-    found: dict[int, WrittenTrace] = {}
-    for batch in writer.write(PROMPTS):
+    generator = TraceGenerator(*tiny, decoding, until, token_budget=budget, end_ids=end_ids)
+    found: dict[int, ReasoningTrace] = {}
+    for batch in generator.generate(PROMPTS):
         found |= batch
     return [found[place] for place in range(len(PROMPTS))]
 

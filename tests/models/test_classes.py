@@ -108,9 +108,9 @@ def test_a_model_that_cannot_run_in_training_mode_is_refused_with_the_field(tmp_
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("stablelm", "layer 1 does not pass on the keyword arguments of its call"),
-        ("doge", "layer 1 has attention that cannot be read (its own code computes with the mask)"),
-        ("falcon", "none of its layers goes through transformers' AttentionInterface"),
+        ("stablelm", "layer 1 does not forward its keyword arguments"),
+        ("doge", "the attention of layer 1 cannot be read (its own code operates on the mask)"),
+        ("falcon", "none of its layers uses transformers' AttentionInterface"),
     ],
 )
 def test_maps_are_taken_where_nothing_better_is_exact_and_that_is_said(

@@ -202,7 +202,7 @@ def test_a_model_that_mixes_tokens_elsewhere_gets_padded_prompts(tiny: Build, ca
     with caplog.at_level(logging.INFO, "attnpo"):
         readings = judge.read(prompts, layers=LAYERS, label_ids=(40, 41))
         judge.read(prompts, layers=(1,))
-    assert caplog.text.count("gives other numbers in rows of several prompts") == 1
+    assert caplog.text.count("gives different logits in rows of several prompts") == 1
     assert "prompts are padded instead" in caplog.text
     for prompt, reading in zip(prompts, readings, strict=True):
         with torch.no_grad():
@@ -220,10 +220,7 @@ def test_a_model_whose_last_layer_takes_no_probe_is_read_by_its_maps(
     model.model.layers[3] = Wrapped(model.model.layers[3])
     with caplog.at_level(logging.INFO, "attnpo"):
         readings = CausalJudge(model).read(prompts, layers=(1,))
-    assert (
-        "layer 4 does not pass on the keyword arguments of its call; the maps of eager attention are read"
-        in caplog.text
-    )
+    assert "layer 4 does not forward its keyword arguments; the maps of eager attention are read" in caplog.text
     assert [reading.verdict_token for reading in readings] == expected
 
 

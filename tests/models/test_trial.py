@@ -129,7 +129,7 @@ def test_a_deep_judge_in_bfloat16_reads_rows_of_several_prompts_unless_a_layer_l
             handle = deep.model.layers[layer].register_forward_hook(mix_neighbours)
             CausalJudge(deep).read(prompts, layers=[32])
             handle.remove()
-            told = "changes its verdict on a prompt when other prompts are in the same row; prompts are padded"
+            told = "changes its verdict on a prompt when other prompts share its row; prompts are padded"
             assert told in caplog.text
             caplog.clear()
 

@@ -80,7 +80,7 @@ def test_what_is_read_and_written_is_said(world: World, caplog: pytest.LogCaptur
     assert any("judge pass: reading 1 layer x 2 heads of" in line for line in caplog.messages)
     caplog.clear()
     make_inputs(world.config("weights.layers=[1/4,1]"))
-    assert "weights.layers: 1/4, 1 are the same layer here: layer 1 of 2" in caplog.messages
+    assert "weights.layers: 1/4, 1 are all the same layer in this model: 1 of 2" in caplog.messages
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnpo import show, weigh
 from attnpo.cli.entry import run_entry
 from attnpo.judge import traces as judge_traces
-from attnpo.judge.base import JudgePrompt, WrittenTrace
+from attnpo.judge.base import JudgePrompt, ReasoningTrace
 from attnpo.judge.settings import TraceRules
-from attnpo.judge.traces import TraceWriter, trace_key
+from attnpo.judge.traces import TraceGenerator, trace_key
 from attnpo.run.input_summary import example_statistics
 from attnpo.run.resolve import resolve
 from attnpo.schema import PairWeights, PreferencePair
@@ -103,7 +103,7 @@ def captured(world: World, ids: Sequence[str]) -> dict[str, PairWeights]:
     return load_captured(table, list(ids), (1, 2))
 
 
-def kept(world: World) -> dict[str, WrittenTrace]:
+def kept(world: World) -> dict[str, ReasoningTrace]:
     (key,) = world.store.glob("traces/*/key.json")
     table = Store(world.store).table("traces", json.loads(key.read_text()))
     names = [name for entry in key.parent.glob("*.json") if entry != key
@@ -113,15 +113,15 @@ def kept(world: World) -> dict[str, WrittenTrace]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of prompts of every call of the writer."""
+    """The number of prompts of every call of the generator."""
     counts: list[int] = []
-    original = TraceWriter.write
+    original = TraceGenerator.generate
 
-    def write(self: TraceWriter, prompts: Sequence[Sequence[int]]) -> Iterator[dict[int, WrittenTrace]]:
+    def generate(self: TraceGenerator, prompts: Sequence[Sequence[int]]) -> Iterator[dict[int, ReasoningTrace]]:
         counts.append(len(prompts))
         yield from original(self, prompts)
 
-    monkeypatch.setattr(TraceWriter, "write", write)
+    monkeypatch.setattr(TraceGenerator, "generate", generate)
     return counts
 
 
@@ -166,7 +166,7 @@ def test_rows_verdicts_and_label_mass_are_those_after_the_trace(
     assert 0 < cut < 2 * PAIRS
     assert f"at most {2 * PAIRS * MOST} tokens in all (judge.trace.max_new_tokens={MOST})" in caplog.text
     mean = sum(lengths) / len(lengths)
-    assert f"judge: {2 * PAIRS} traces with {mean:.1f} tokens on average, {max(lengths)} at most" in caplog.text
+    assert f"judge: {2 * PAIRS} traces with {mean:.1f} tokens on average, at most {max(lengths)}" in caplog.text
     (warned,) = [record for record in caplog.records if "judge's trace was cut" in record.getMessage()]
     assert warned.levelname == "WARNING" and f"cut: {cut} of {2 * PAIRS} " in warned.getMessage()
 
@@ -202,7 +202,7 @@ def test_an_interrupted_pass_goes_on_and_other_weights_write_nothing(
     words = [*thinking.words, "judge.token_budget=200"]
     original = judge_traces.TraceCache.add_traces
 
-    def keep(self: judge_traces.TraceCache, traces: Mapping[str, WrittenTrace]) -> None:
+    def keep(self: judge_traces.TraceCache, traces: Mapping[str, ReasoningTrace]) -> None:
         original(self, traces)
         raise KeyboardInterrupt
 
@@ -248,7 +248,7 @@ def test_a_model_that_cannot_write_is_refused_before_the_pass(
     with monkeypatch.context() as patch:
         patch.setattr("transformers.LlamaForCausalLM.can_generate", classmethod(lambda cls: False))
         assert weighs(world, *thinking.words) == 2
-    assert "judge.trace: LlamaForCausalLM cannot write a trace" in capsys.readouterr().err
+    assert "judge.trace: LlamaForCausalLM cannot generate a trace" in capsys.readouterr().err
 
     def broken(*given: object, **named: object) -> None:
         raise IndexError("no cache")
@@ -256,7 +256,7 @@ def test_a_model_that_cannot_write_is_refused_before_the_pass(
     with monkeypatch.context() as patch:
         patch.setattr("transformers.LlamaForCausalLM.generate", broken)
         assert weighs(world, *thinking.words) == 2
-    assert "cannot write a trace (IndexError: no cache)" in capsys.readouterr().err
+    assert "cannot generate a trace (IndexError: no cache)" in capsys.readouterr().err
     assert not list(tmp_path.glob("weights/*/*.parquet"))
 
 
@@ -264,7 +264,7 @@ def test_settings_that_cannot_be(thinking: Thinking, tmp_path: Path, capsys: pyt
     world = thinking.with_store(tmp_path)
     for given, told in (
         ("{max_new_tokens: 8, until: ' '}", "judge.trace: until: expected the text that ends a trace"),
-        ("{max_new_tokens: 8}", "judge.trace.until: the judge's tokenizer cannot write '</think>'"),
+        ("{max_new_tokens: 8}", "judge.trace.until: the judge's tokenizer cannot encode '</think>'"),
         (f"{{max_new_tokens: 500, until: {thinking.until}}}", "judge.trace reserves 501"),
         ("{until: good}", "judge.trace.max_new_tokens: required"),
     ):

@@ -110,7 +110,7 @@ def test_a_second_start_is_refused_until_the_first_is_gone(
         first.process.wait(timeout=60)
     with caplog.at_level(logging.INFO):
         assert fit.main(cfg) == 0
-    gone = [line for line in caplog.messages if "has ended; taking over its lock" in line]
+    gone = [line for line in caplog.messages if "has exited; taking over its lock" in line]
     assert [f"process {first.process.pid} on host" in line for line in gone] == [True]
     results = [json.loads(path.read_text())["seed"] for path in (tmp_path / "x").rglob("result.json")]
     assert results == [2] * (1 if kind == "run" else 2)
@@ -169,7 +169,7 @@ def test_a_file_of_answers_is_written_by_one_job(world: World, tmp_path: Path, m
     """Other files beside it are free; each process of a job has a part of its own."""
     with folder_lock(tmp_path, file="answers.jsonl"):
         with pytest.raises(
-            UserError, match=r"/answers\.jsonl is in use by process .* choose another place with output=FILE\.jsonl"
+            UserError, match=r"/answers\.jsonl is in use by process .* choose another location with output=FILE\.jsonl"
         ):
             generate(answering(world, tmp_path / "answers.jsonl"))
         assert generate(answering(world, tmp_path / "others.jsonl")) == 0

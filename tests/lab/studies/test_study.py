@@ -58,11 +58,11 @@ def test_layers_that_coincide_are_one_arm_and_are_logged(caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO):
         arms = expand_arms(SWEEP, 2)
     assert [arm.layer for arm in arms] == [None, 1, 2]
-    assert caplog.messages == ["study.layers: 1, 1/4, 1/2, 3/4 are the same layer here: layer 1 of 2"]
+    assert caplog.messages == ["study.layers: 1, 1/4, 1/2, 3/4 are all the same layer in this model: 1 of 2"]
     caplog.clear()
     with caplog.at_level(logging.INFO):
         assert [arm.layer for arm in expand_arms(SWEEP, 4)] == [None, 1, 2, 3, 4]
-    assert caplog.messages == ["study.layers: 1, 1/4 are the same layer here: layer 1 of 4"]
+    assert caplog.messages == ["study.layers: 1, 1/4 are all the same layer in this model: 1 of 4"]
 
 
 def test_the_grid_is_a_product_with_nothing_for_an_empty_axis() -> None:
