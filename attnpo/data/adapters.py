@@ -123,7 +123,10 @@ def check_columns(wanted: Mapping[str, str | None], present: Iterable[str], wher
         absent = ", ".join(f'"{wanted[key]}"' for key in missing)
         options = " ".join(f"data.columns.{key}=COLUMN" for key in missing)
         unpaired = "chosen" in missing and {"completion", "label"} <= set(names)
-        remark = " These are single labelled answers, as in KTO: put two answers to one prompt in each row." * unpaired
+        remark = (
+            " These are single labelled responses, as in KTO: put two responses to the same prompt in each row."
+            * unpaired
+        )
         raise UserError(
             f"{where} has no column {absent}; columns found: {', '.join(map(shorten, names)) or 'none'}; {expected}."
             f"{remark} Set the column names with {options}"

@@ -50,7 +50,7 @@ class SetCounts:
     taken: int
 
     def __str__(self) -> str:
-        return f"{self.read} rows read, {self.kept} kept, {self.dropped} dropped, {self.taken} taken"
+        return f"{self.read} rows read, {self.kept} kept, {self.dropped} dropped, {self.taken} used"
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class PairSet:
         """Returns one line with all counts and, for each reason and note, the first row numbers."""
         events = [*sorted(self.counts.items()), *sorted(self.notes.items())]
         parts = [format_count(name, count, self.examples.get(name, ())) for name, count in events]
-        parts += ["the first row is row 0"] if parts else []
+        parts += ["rows are numbered from 0"] if parts else []
         return "; ".join([f"{self.read} rows read, {self.num_kept} kept, {self.num_dropped} dropped", *parts])
 
 
@@ -242,7 +242,7 @@ def parse_row_range(selection: str | None, length: int, option: str = "data.trai
     start, stop = (None, places[0]) if len(places) == 1 else places
     chosen = range(length)[start or 0 : stop]
     if not chosen:
-        raise UserError(f'{option}="{selection}" selects no row: the split has {length} rows, numbered from 0')
+        raise UserError(f'{option}="{selection}" selects no rows: the split has {length} rows, numbered from 0')
     asked = length if stop is None else stop
     if asked > length:
         _LOG.warning('%s="%s" asks for more rows than the %d available', option, selection, length)
@@ -306,10 +306,10 @@ class MixtureSet:
     def __post_init__(self) -> None:
         check_at_least("data.mix", 1, count=self.count)
         if self.weight is not None and not self.weight > 0:
-            raise UserError(f"weight: expected a number above 0, got {self.weight:g}; to leave out a set, remove it")
+            raise UserError(f"weight: expected a number above 0, got {self.weight:g}; to omit a set, remove it")
         if self.weight is not None and self.count is not None:
             raise UserError(
-                f"weight={self.weight:g} and count={self.count} both set the number of pairs: give only one"
+                f"weight={self.weight:g} and count={self.count} both set the number of pairs: set only one of them"
             )
 
     def overrides(self) -> dict[str, object]:
@@ -334,7 +334,9 @@ def check_mixture(sets: Mapping[str, MixtureSet]) -> None:
     for key in AMOUNTS:
         lacking = [name for name, one in sets.items() if getattr(one, key) is None]
         if lacking and len(lacking) < len(sets):
-            raise UserError(f"data.mix.{lacking[0]} has no {key}, but other sets do: give all sets a {key}, or none")
+            raise UserError(
+                f"data.mix.{lacking[0]} has no {key}, but other sets do: set {key} for all sets or for none"
+            )
 
 
 def allocate_pairs(kept: Mapping[str, int], sets: Mapping[str, MixtureSet]) -> dict[str, int]:
@@ -510,7 +512,7 @@ class PairSource:
         pairs = pairs_from_rows(table.select(numbers), columns, numbers, write)
         if not pairs.num_kept:
             raise UserError(
-                f"{where} has no usable pair: {pairs.summary()}; columns found: {', '.join(table.column_names)}. "
+                f"{where} has no usable pairs: {pairs.summary()}; columns found: {', '.join(table.column_names)}. "
                 "Check these rows, or map the columns with data.columns.prompt=..., data.columns.chosen=..., "
                 "data.columns.rejected=..."
             )
@@ -535,7 +537,7 @@ class PairSource:
                 if split == "train" or there[name]:
                     found[name] = source._read_pairs(tables[name], split, there[name])
         if not found:
-            raise UserError(f"data.mix: no set has a pair for {split}; check data.val_share={self.val_share}")
+            raise UserError(f"data.mix: no set has any pairs for {split}; check data.val_share={self.val_share}")
         if split == "val":
             return merge_mixture_sets(
                 sources, found, [(name, place) for name, one in found.items() for place in range(len(one))]
@@ -560,7 +562,7 @@ class PairSource:
         aside, different = pick_validation_prompts(every, self.val_share or 0.0, where)
         if split == "train":
             _LOG.info(
-                "data.val_share=%g: %d of %d prompts (%d of %d rows) are used for validation, chosen by prompt digest",
+                "data.val_share=%g: %d of %d prompts (%d of %d rows) are used for validation, selected by digest",
                 self.val_share,
                 len(aside),
                 different,
@@ -584,8 +586,8 @@ class PairSource:
         if train == rows:
             raise UserError(
                 f"{where}: training and validation use the same {len(rows)} rows, so no validation pair would be "
-                "unseen: set data.val_share=0.1 with data.val_split=null, choose different rows "
-                "(data.train_rows, data.val_rows), or another data.val_split"
+                "unseen: set data.val_share=0.1 with data.val_split=null, select different rows "
+                "(data.train_rows, data.val_rows), or set another data.val_split"
             )
         if max(train.start, rows.start) < min(train.stop, rows.stop):
             _LOG.warning("%s: data.val_rows and data.train_rows overlap", where)
@@ -613,6 +615,6 @@ class PairSource:
         there = not one and self.val_split is not None and has_split(self.path, self.val_split)
         if named or there:
             raise UserError(
-                f"data.val_share={self.val_share:g} and data.val_split={self.val_split}: give only one; set "
+                f"data.val_share={self.val_share:g} and data.val_split={self.val_split}: set only one of them; set "
                 f"data.val_share=null to validate on that split, or data.val_split=null to divide {self.train_split}"
             )

@@ -329,7 +329,7 @@ class PreferenceDataModule(L.LightningDataModule):
             self.max_steps = self.max_steps if self.max_steps > 0 else self.trainer.max_steps
         asked, planned = self.trainer.accumulate_grad_batches, self.accumulation_steps(self.trainer.world_size)
         if asked not in (1, planned):
-            log.warning("the Trainer's accumulate_grad_batches=%d is replaced by the planned %d", asked, planned)
+            log.warning("the Trainer's accumulate_grad_batches=%d is overridden by the planned %d", asked, planned)
         self.trainer.accumulate_grad_batches = planned
 
     def read_and_encode(self) -> EncodedTexts:
@@ -356,14 +356,14 @@ class PreferenceDataModule(L.LightningDataModule):
                 exceeds the token budget.
         """
         if not train:
-            raise UserError("no training pair is left: check the counts of dropped pairs above and data.path")
+            raise UserError("no training pairs are left: check the counts of dropped pairs above and data.path")
         if not val:
-            raise UserError("no validation pair is left: check the counts of dropped pairs above and data.val_split")
+            raise UserError("no validation pairs are left: check the counts of dropped pairs above and data.val_split")
         for split, examples, key in (("training", train, "data.path"), ("validation", val, "data.val_split")):
             if self._ahead and len(examples) < 2:
                 raise UserError(
-                    f"the objective combines prompts and responses of different pairs: expected at least 2 "
-                    f"{split} pairs, got 1; check the counts of dropped pairs above and {key}"
+                    f"the objective combines prompts and responses of different pairs, so it needs at "
+                    f"least 2 {split} pairs, but there is only 1; check the counts of dropped pairs above and {key}"
                 )
         plan = self.plan
         cost = next((COSTS[name] for name, made in LAYOUTS.items() if made is self.layout), PADDED)
@@ -471,7 +471,7 @@ class PreferenceDataModule(L.LightningDataModule):
             sampler.load_state_dict(self._resume)
             self._resume = None
         if sampler.dropped:
-            log.warning("%d pairs are dropped in each epoch: too few for the number of processes", sampler.dropped)
+            log.warning("%d pairs are dropped in each epoch because they are fewer than the processes", sampler.dropped)
         if isinstance(sampler.cutting, BatchByTokens):
             _log_micro_batches(sampler, sampler.cutting)
         self.sampler = sampler
@@ -520,7 +520,7 @@ def _log_micro_batches(sampler: StepBatchSampler, cutting: BatchByTokens) -> Non
     """Logs how many tokens the epoch's micro-batches contain."""
     tokens = [cutting.batch_tokens(part) for part in sampler.iter_micro_batches()]
     log.info(
-        "micro-batches: %d for the %d pairs of a step, %d on each process; %s=%d; %s rows with at most %d tokens, "
+        "micro-batches: %d per step of %d pairs, %d on each process; %s=%d; %s rows with at most %d tokens, "
         "%d on average",
         sampler.split.accumulation * sampler.split.world_size,
         sampler.size,

@@ -159,7 +159,7 @@ class BatchByCount:
         micros = min(ceil(share / self.micro), pairs // ranks)
         if ceil(share / micros) > self.micro:
             log.warning(
-                "a step of %d pairs on %d processes: one micro-batch contains %d pairs instead of %d",
+                "a step of %d pairs on %d processes needs a micro-batch of %d pairs instead of %d",
                 pairs,
                 ranks,
                 ceil(share / micros),
@@ -211,7 +211,7 @@ class BatchByTokens:
         micros = max((self.min_micro_batches(step, ranks) for step in steps), default=0)
         if short and micros * ranks > pairs:
             log.warning(
-                "a last step of %d pairs on %d processes: a forward pass may contain more tokens than %s=%d",
+                "the final step has only %d pairs across %d processes, so a forward pass may exceed %s=%d tokens",
                 pairs,
                 ranks,
                 self.key,

@@ -103,8 +103,14 @@ def count_seen_prompts(model: str, prompts: Iterable[Sequence[Message]]) -> dict
     """
     file, asked = Path(model).expanduser().parent / FILE, set(map(digest_prompt, prompts))
     if not file.is_file():
-        log.info("%s: no %s next to it, so prompts from its training data cannot be counted", model, FILE)
+        log.info("%s has no %s next to it, so prompts from its training data cannot be counted", model, FILE)
         return {}
     seen = len(asked.intersection(file.read_text(encoding="utf-8").split()))
-    log.log(logging.WARNING if seen else logging.INFO, "%d of %d distinct prompts are in %s", seen, len(asked), file)
+    log.log(
+        logging.WARNING if seen else logging.INFO,
+        "%d of %d distinct prompts are in the training data (%s)",
+        seen,
+        len(asked),
+        file,
+    )
     return {SEEN: seen} if seen else {}

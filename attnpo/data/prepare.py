@@ -97,7 +97,7 @@ class Tally:
         return sum(count for event, count in self.counts.items() if event.startswith(opening))
 
     def format_lines(self) -> list[str]:
-        """Returns one line per event, e.g. ``dropped: response cut to nothing: 2 (3f2a..., 77b0...)``."""
+        """Returns one line per event, e.g. ``dropped: a response was truncated to zero tokens: 1 (3f2a...)``."""
         return [f"{event}: {count} ({', '.join(self.first[event])})" for event, count in sorted(self.counts.items())]
 
 
@@ -160,7 +160,7 @@ def _apply_length_rules(
         tally.add(f"dropped: prompt and response longer than lengths.max_length {rules.max_length}", pair.pair_id)
         return None
     if any(not encoded[side].response_ids for side in SIDES):
-        tally.add("dropped: a response was cut to nothing", pair.pair_id)
+        tally.add("dropped: a response was truncated to zero tokens", pair.pair_id)
         return None
     if not keep_same and encoded["chosen"].response_ids == encoded["rejected"].response_ids:
         tally.add(SAME, pair.pair_id)
@@ -239,8 +239,8 @@ def encode_pairs(
     if read and not left:
         raise UserError(
             f"none of {read} pairs can be trained on ({'; '.join(tally.format_lines())}): a pair needs different "
-            "responses and must fit lengths.max_length and the chat template; change these settings or the data"
-            + "".join(f"; {words}" for words in list(tally.words.values())[:1])
+            "responses, must fit lengths.max_length and must be accepted by the chat template; change these settings "
+            "or the data" + "".join(f"; {words}" for words in list(tally.words.values())[:1])
         )
     warn_about_special_tokens(tally.counts[IN_PROMPT], left, tally.first.get(IN_PROMPT, []))
     return EncodedSet(*held, tally, read)
@@ -250,8 +250,8 @@ def warn_about_special_tokens(count: int, prompts: int, first: Sequence[str]) ->
     """Warns if most prompts (``count`` of ``prompts``) contain special tokens; ``first`` lists some of their ids."""
     if 2 * count > prompts:
         log.warning(
-            "%d of %d prompts (first: %s) contain special tokens as text: they seem to be rendered with a chat "
-            "template already, but the template is applied here as well; provide prompts as plain text or messages",
+            "%d of %d prompts (first: %s) contain special tokens as text: they seem to have been rendered with "
+            "a chat template already, but the template is applied again; provide prompts as plain text or messages",
             *(count, prompts, ", ".join(first[:3])),
         )
 

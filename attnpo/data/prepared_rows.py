@@ -119,7 +119,7 @@ def _open_rows(file: Path, facts: Mapping[str, object], *, say: bool = False) ->
                     log.info("%s: already prepared", file.name)
                     return PreparedRows(_map_table(file), record["account"], anew=False)
     if say and path.is_file():  # without a record, its writer was interrupted
-        log.warning("%s %s: preparing the rows again", file, problem)
+        log.warning("%s %s; preparing the rows again", file, problem)
     return None
 
 

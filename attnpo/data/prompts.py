@@ -18,7 +18,7 @@ from attnpo.text.chat import ChatFormat
 _LOG = logging.getLogger(__name__)
 
 EMPTY = "empty prompt"
-REPEATED = "prompt repeated, answered once"
+REPEATED = "duplicate of an earlier prompt"
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class PromptSource:
         prompts = prompts_from_rows(table.select(chosen), self.columns, first=chosen.start)
         if not prompts.prompts:
             raise UserError(
-                f"{where} has no usable prompt: {prompts.summary()}; columns found: {', '.join(table.column_names)}. "
+                f"{where} has no usable prompts: {prompts.summary()}; columns found: {', '.join(table.column_names)}. "
                 "Check these rows, or set the prompt column with data.columns.prompt=COLUMN"
             )
         _LOG.log(logging.WARNING if prompts.left_out else logging.INFO, "%s: %s", where, prompts.summary())

@@ -240,7 +240,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
             )
         batches = self._convert_batch_count(int(state["batches"]), StepSplit(**state["layout"]))
         if not 0 <= batches <= len(self):
-            raise UserError(f"cannot resume after batch {batches}: an epoch has {len(self)} batches")
+            raise UserError(f"cannot resume after batch {batches}: an epoch has only {len(self)} batches")
         self._start_epoch(int(state["epoch"]))
         self.consumed = self._start = batches
 

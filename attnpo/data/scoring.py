@@ -91,7 +91,7 @@ class ModelScorer:
             TypeError: ``other`` is not a ``ModelScorer``.
         """
         if not isinstance(other, ModelScorer | None):
-            raise TypeError(f"a comparison of two models uses both output heads, but {type(other).__name__} has none")
+            raise TypeError(f"comparing two models requires both output heads, but {type(other).__name__} has none")
         own, second = (len((scorer or self).model.head().weight) for scorer in (self, other))
         if own != second:
             raise UserError(

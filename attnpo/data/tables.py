@@ -106,7 +106,9 @@ class JsonLinesOnDisk:
                 row = _parse_json_or_error(_decode(file.readline()))
                 if not isinstance(row, dict):
                     name = self.files[self.numbers[index]].name
-                    raise UserError(f"data.path={self.path}: {name} changed while it was being read; start again")
+                    raise UserError(
+                        f"data.path={self.path}: {name} changed while it was being read; run the command again"
+                    )
                 yield {name: row.get(name) for name in self.column_names}
 
 
@@ -186,7 +188,7 @@ def check_validation_rows(path: str, split: str | None, rows: bool) -> None:
                 'tenth of the prompts for validation), or data.train_rows and data.val_rows ("0:90%" and "90%:")'
             )
     elif split is None:
-        raise UserError("data.val_split=null: name the validation split, or set data.val_share=0.1 to make one")
+        raise UserError("data.val_split=null: name the validation split, or set data.val_share=0.1 to create one")
     elif place.is_dir():
         try:
             if (place / _SAVED_SPLITS).is_file():
@@ -302,7 +304,9 @@ def _silence_datasets() -> Iterator[None]:
 def _read_files(files: list[Path], path: str) -> RowTable:
     suffix = _readable_suffix(files[0])
     if suffix is None:
-        raise UserError(f"data.path={path}: expected a file ending in {', '.join(_SUFFIXES)}, got {files[0].name}")
+        raise UserError(
+            f"data.path={path}: expected a file with the extension {', '.join(_SUFFIXES)}, got {files[0].name}"
+        )
     if suffix == ".parquet":
         table = _read_parquet(files, path)
     else:
@@ -475,7 +479,7 @@ def _iter_json_lines(lines: Iterable[bytes], file: Path, path: str) -> Iterator[
 def _check_object(row: Json, number: int, file: Path, path: str) -> dict[str, Json]:
     if not isinstance(row, dict):
         raise UserError(
-            f"data.path={path}: {file.name}, line {number} contains {type(row).__name__} {str(row)[:40]!r}, expected "
+            f"data.path={path}: {file.name}, line {number} contains {type(row).__name__} {str(row)[:40]!r}; expected "
             "one JSON object per row"
         )
     return row
@@ -581,7 +585,7 @@ def _rows_to_dicts(cells: Iterator[tuple[int, list[str]]], names: list[str], whe
     for line, row in cells:
         if len(row) != len(names):
             raise UserError(
-                f"{where}, the row that ends in line {line} has {len(row)} cells but the first line names "
+                f"{where}, the row ending on line {line} has {len(row)} cells but the first line names "
                 f"{len(names)} columns: put cells that contain the delimiter or a line break in quotes"
             )
         yield {name: cell or None for name, cell in zip(names, row, strict=True)}
@@ -596,8 +600,8 @@ def _warn_about_null_words(rows: list[dict[str, object]], path: str) -> None:
     ]
     if like:
         _LOG.warning(
-            "data.path=%s: %d rows have a cell with only NaN, null, None or N/A (first: row %d); these words are read "
-            "as text: leave cells of missing values empty",
+            "data.path=%s: %d rows have a cell containing only NaN, null, None or N/A (first: row %d), which is read "
+            "as text; leave cells empty if their values are missing",
             path,
             len(like),
             like[0],

@@ -140,7 +140,7 @@ def weigh_splits(
         if reader.trace is not None:
             most = reader.trace.max_new_tokens
             log.info(
-                "judge: writes a trace before each of %d verdicts, at most %d tokens in all "
+                "judge: generates a reasoning trace before each of %d verdicts, at most %d tokens in all "
                 "(judge.trace.max_new_tokens=%d)",
                 reader.rounds * lacking,
                 reader.rounds * lacking * most,
@@ -239,7 +239,8 @@ def _log_unreadable(table: StoreTable, wanted: list[str], columns: list[str], re
     first = next(iter(found.values()))
     if len(found) == len(wanted):
         raise UserError(
-            f"the {reader.name} can read none of {len(wanted)} pairs; the first is pair {first.pair_id}: {first.story}"
+            f"the {reader.name} cannot read any of the {len(wanted)} pairs; the first is pair {first.pair_id}: "
+            f"{first.story}"
         )
     tally = Tally()
     for pair_id, pair in found.items():

@@ -253,14 +253,16 @@ class ChatFormat:
     ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
-                f"the tokenizer {tokenizer.name_or_path!r} gives no character offsets ({type(tokenizer).__name__}, "
+                f"the tokenizer {tokenizer.name_or_path!r} provides no character offsets ({type(tokenizer).__name__}, "
                 "not a fast tokenizer), which alignment needs: use a model folder with a tokenizer.json"
             )
         self.chosen = choose_template(tokenizer, chat_template, fallback, part)
         self.chat_template = prepend_options(self.chosen.text, tokenizer, kwargs, fold_system, part)
         self._part, self._folds, self.rows = part, fold_system, EmbeddedIds(tokenizer, rows)
         if "strftime_now" in self.chat_template:
-            log.warning("the chat template writes today's date: prompts, and results stored for them, change every day")
+            log.warning(
+                "the chat template inserts today's date, so prompts and the results stored for them change every day"
+            )
         self.tokenizer = tokenizer
         self.counts: Counter[str] = Counter()
         self._plain: Tokenizer | None = None
@@ -290,7 +292,7 @@ class ChatFormat:
             except (RunawayTemplate, TokenWithoutEmbedding):
                 raise
             except UserError as problem:
-                log.debug("the chat template rejects %d turns: %s", len(turns), problem)
+                log.debug("the chat template rejects a conversation of %d turns: %s", len(turns), problem)
 
     @property
     def _backend(self) -> "Tokenizer":
@@ -434,7 +436,9 @@ class ChatFormat:
             plain = [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
             if plain == [ids for _, ids in probes]:
                 return template
-        log.warning("generation libraries and training begin prompts with different tokens; check the chat template")
+        log.warning(
+            "prompts start with different tokens in training and in generation libraries; check the chat template"
+        )
         return self.chat_template
 
     def _tokenize_prompt(self, text: str, known: "Encodings" = _NONE) -> tuple[list[int], list[Range]]:
@@ -483,7 +487,7 @@ class ChatFormat:
                 after = self._start_batch(rest, pool)
                 yield from map(partial(self._encode_rendered, known=job.result()), batch)
                 batch, job = after
-        log.debug("%d responses were tokenised again, apart from the prompt", self.counts[NOT_A_PREFIX] - merged)
+        log.debug("%d responses were tokenised again, separately from the prompt", self.counts[NOT_A_PREFIX] - merged)
 
     def _start_batch(
         self, rest: Iterator[tuple[Sequence[Message], Sequence[str]]], pool: ThreadPoolExecutor
@@ -538,7 +542,7 @@ class ChatFormat:
         if head:
             self._log_once(
                 logging.INFO,
-                f"the chat template writes {head!r} before an answer, which counts as part of the prompt",
+                f"the chat template inserts {head!r} before a response; this text counts as part of the prompt",
             )
         prompt_ids, prompt_offsets = self._tokenize_prompt(conversation.prompt_text, known)
         count = len(prompt_ids)
@@ -580,7 +584,7 @@ class ChatFormat:
         read = ", ".join(settable_variables(self.chat_template, self.tokenizer))
         options = f"set {self._part}.chat_template_kwargs (the template reads {read}), or " if read else ""
         raise RefusedText(
-            "the chat template renders the prompt differently when an answer follows",
+            "the chat template renders the prompt differently when a response follows",
             "the chat template renders the prompt differently when an assistant turn follows: at character "
             f"{place} the prompt alone has {before[place : place + 40]!r}, but the conversation has "
             f"{full[place : place + 40]!r}; for training, the conversation must begin with the prompt: "

@@ -64,7 +64,7 @@ def split_frame(rendered: str) -> tuple[str, str]:
     before, sentinel, after = rendered.partition(SENTINEL)
     if not sentinel or SENTINEL in after:
         raise UserError(
-            f"the chat template writes a message's content {rendered.count(SENTINEL)} times, expected exactly once: "
+            f"the chat template inserts a message's content {rendered.count(SENTINEL)} times instead of exactly once: "
             "set model.chat_template to another template"
         )
     return before, after
@@ -225,7 +225,7 @@ def prepend_options(
     for name, value in kwargs.items():
         key = f"{part}.chat_template_kwargs.{name}"
         if name in supplied:
-            raise UserError(f"{key}: the renderer supplies {name}; variables of this chat template: {named}")
+            raise UserError(f"{key}: {name} is already set by the renderer; variables of this chat template: {named}")
         if name not in read:
             raise UserError(
                 f"{key}: the chat template never reads {name}, so it would have no effect; correct the name or "
@@ -331,16 +331,16 @@ class ToolSupport:
         """Raises RefusedText if the template would omit tool calls or tool results."""
         if "tool_calls" not in self._template and any(turn.get("tool_calls") for turn in turns):
             raise RefusedText(
-                "the chat template writes no tool calls",
+                "the chat template omits tool calls",
                 "the chat template never reads tool_calls, so it would omit them; set model.chat_template to a "
-                "template that writes them",
+                "template that includes them",
             )
         if self._shows_results is None and any(turn["role"] == TOOL for turn in turns):
             marked = [{**turn, **({"content": SENTINEL} if turn["role"] == TOOL else {})} for turn in turns]
             self._shows_results = SENTINEL in render(marked)
         if self._shows_results is False and any(turn["role"] == TOOL for turn in turns):
             raise RefusedText(
-                "the chat template writes no tool results",
+                "the chat template omits tool results",
                 f"the chat template omits turns with the role {TOOL}; set model.chat_template to a template that "
-                "writes them",
+                "includes them",
             )

@@ -223,7 +223,7 @@ def from_file(rows: list[dict[str, Any]], columns: Columns, folder: Path) -> Pai
     try:
         return PairSource(str(file), columns=columns).load("train")
     except UserError as problem:
-        assert f"has no usable pair: {len(rows)} rows read, 0 kept, {len(rows)} dropped; " in str(problem)
+        assert f"has no usable pairs: {len(rows)} rows read, 0 kept, {len(rows)} dropped; " in str(problem)
         return None
 
 
@@ -281,9 +281,9 @@ EVENTS = (
     "dropped: prompt longer than lengths.max_prompt_length",
     "dropped: prompt and response longer than lengths.max_length",
     "dropped: the chat template rejects its turns",
-    "dropped: the chat template writes no tool calls",
+    "dropped: the chat template omits tool calls",
     "dropped: the chat template rewrites the response",
-    "dropped: the chat template renders the prompt differently when an answer follows",
+    "dropped: the chat template renders the prompt differently when a response follows",
     UNREADABLE,
     "dropped: coverage below align.min_coverage",
     "cut: prompt to its last",

@@ -76,7 +76,7 @@ def test_a_broken_line_in_the_middle(attempts: Attempts, record: Record) -> None
 )  # fmt: skip
 def test_a_line_that_is_no_object(attempts: Attempts, record: Record, case: str, line: bytes, held: str) -> None:
     message = attempts.weigh(world=attempts.content(b"\n".join([*lines(attempts), line]))).refused()
-    assert f"train.jsonl, line {TRAIN + 1} contains {held}, expected one JSON object per row" in message
+    assert f"train.jsonl, line {TRAIN + 1} contains {held}; expected one JSON object per row" in message
     record(case, message, NOT_STARTED)
 
 
@@ -134,12 +134,12 @@ def test_a_sheet_with_an_empty_and_a_ragged_row(attempts: Attempts, record: Reco
         "(train)", "rows read,"
     )
     assert message.endswith(
-        f"{TRAIN + 1} rows read, {TRAIN} kept, 1 dropped; value is missing: 1 (row {TRAIN}); the first row is row 0"
+        f"{TRAIN + 1} rows read, {TRAIN} kept, 1 dropped; value is missing: 1 (row {TRAIN}); rows are numbered from 0"
     )
     record("CSV with an empty cell", message.partition("(train): ")[2], "1 pair, counted")
     sheet.writerow(["p", "a", "b", "c"])
     message = attempts.weigh(world=attempts.content(held.getvalue().encode(), "train.csv")).refused()
-    assert f"train.csv, the row that ends in line {TRAIN + 3} has 4 cells but the first line names 3 columns" in message
+    assert f"train.csv, the row ending on line {TRAIN + 3} has 4 cells but the first line names 3 columns" in message
     record("CSV with a row too long", message, NOT_STARTED)
 
 
@@ -151,7 +151,7 @@ def test_rows_whose_columns_change_their_type(attempts: Attempts, record: Record
     del rows[3]["rejected"]
     message = attempts.weigh(world=attempts.with_rows(rows)).noted("(train)", "rows read,")
     assert message.endswith(
-        f"{TRAIN} rows read, {TRAIN - 1} kept, 1 dropped; value is missing: 1 (row 3); the first row is row 0"
+        f"{TRAIN} rows read, {TRAIN - 1} kept, 1 dropped; value is missing: 1 (row 3); rows are numbered from 0"
     )
     record("a column of mixed types, a key left out", message.partition("(train): ")[2], f"1 of {TRAIN} pairs, counted")
 
@@ -182,7 +182,7 @@ def parquet(attempts: Attempts, table: pa.Table | bytes) -> Any:
 def test_parquet_of_other_types(attempts: Attempts, record: Record, case: str, chosen: pa.Array) -> None:
     table = pa.table({"prompt": ["a", "b"], "chosen": chosen, "rejected": ["c", "d"]})
     message = attempts.weigh(world=parquet(attempts, table)).refused()
-    assert "has no usable pair: 2 rows read, 0 kept, 2 dropped; " in message
+    assert "has no usable pairs: 2 rows read, 0 kept, 2 dropped; " in message
     assert "content is not text: 2 (rows 0, 1)" in message or "malformed conversation: 2 (rows 0, 1)" in message
     record(case, message, NOT_STARTED)
 
@@ -196,7 +196,7 @@ def test_parquet_with_nulls_and_other_kinds_of_text(attempts: Attempts, record: 
         }
     )
     message = attempts.weigh(world=parquet(attempts, table)).noted("(train)", "rows read,")
-    assert message.endswith("3 rows read, 2 kept, 1 dropped; value is missing: 1 (row 1); the first row is row 0")
+    assert message.endswith("3 rows read, 2 kept, 1 dropped; value is missing: 1 (row 1); rows are numbered from 0")
     record("Parquet with nulls", message.partition("(train): ")[2], "1 of 3 pairs, counted")
 
 

@@ -455,7 +455,7 @@ def slow(folder: Path) -> None:
 
 def test_a_tokenizer_without_offsets(attempts: Attempts, record: Record) -> None:
     message = attempts.fit(world=attempts.broken_model(slow)).refused()
-    assert "gives no character offsets (ByT5Tokenizer, not a fast tokenizer)" in message
+    assert "provides no character offsets (ByT5Tokenizer, not a fast tokenizer)" in message
     record("a tokenizer without offsets", message, NOT_STARTED)
 
 

@@ -41,7 +41,7 @@ def test_two_responses_that_show_no_preference(
 ) -> None:
     answer = attempts.weigh(world=attempts.saying(chosen, rejected))
     message = answer.noted(ONE_DROPPED)
-    assert message.endswith(f"{ONE_DROPPED}; identical responses: 1 (row 0); the first row is row 0")
+    assert message.endswith(f"{ONE_DROPPED}; identical responses: 1 (row 0); rows are numbered from 0")
     record(case, message.rpartition(": data.path")[2].partition("(train): ")[2], f"1 of {TRAIN} pairs, counted")
 
 
@@ -108,7 +108,7 @@ def test_no_pair_that_the_judge_can_read(attempts: Attempts, record: Record) -> 
     world = attempts.with_rows(rows)
     (world.data / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     message = attempts.weigh(world=world).refused()
-    assert message.startswith("the judge can read none of 4 pairs; the first is pair ")
+    assert message.startswith("the judge cannot read any of the 4 pairs; the first is pair ")
     assert message.endswith("the rejected response has no token in the judge's prompt")
     record("every rejected response blank", message, "run not started")
     with judge_loads() as loaded:
@@ -127,7 +127,9 @@ def test_no_pair_that_the_judge_can_read_in_two_processes(attempts: Attempts, mo
     monkeypatch.setenv("RANK", "0")
     assert attempts.weigh(world=world).noted("cannot be judged")
     monkeypatch.setenv("RANK", "1")
-    assert attempts.weigh(world=world).refused().startswith("the judge can read none of 4 pairs; the first is pair ")
+    assert (
+        attempts.weigh(world=world).refused().startswith("the judge cannot read any of the 4 pairs; the first is pair ")
+    )
 
 
 HOSTILE = {
@@ -244,7 +246,7 @@ def test_a_row_of_the_wrong_shape_is_dropped_by_its_reason(
 ) -> None:
     answer = attempts.weigh(world=attempts.with_first({**attempts.rows[0], **row}))
     message = answer.noted(ONE_DROPPED)
-    assert message.endswith(f"{reason}: 1 (row 0); the first row is row 0")
+    assert message.endswith(f"{reason}: 1 (row 0); rows are numbered from 0")
     record(case, message.partition("(train): ")[2], f"1 of {TRAIN} pairs, counted")
 
 
@@ -265,7 +267,7 @@ def test_lone_surrogates_cost_their_row(attempts: Attempts, record: Record) -> N
     """Written as the escape \\ud800, which is JSON and yet no text."""
     answer = attempts.weigh(world=attempts.saying(chosen="a \ud800 b"))
     message = answer.noted(ONE_DROPPED)
-    assert message.endswith("text is not valid Unicode: 1 (row 0); the first row is row 0")
+    assert message.endswith("text is not valid Unicode: 1 (row 0); rows are numbered from 0")
     record("lone surrogate", message.partition("(train): ")[2], f"1 of {TRAIN} pairs, counted")
 
 
@@ -274,7 +276,7 @@ def test_bytes_that_are_no_utf8_cost_their_row(attempts: Attempts, record: Recor
     lines[2] = lines[2].replace(b"the", b"th\xe9", 1)
     answer = attempts.weigh(world=attempts.content(b"\n".join(lines)))
     message = answer.noted("rows read", "not valid Unicode")
-    assert message.endswith(f"{ONE_DROPPED}; text is not valid Unicode: 1 (row 2); the first row is row 0")
+    assert message.endswith(f"{ONE_DROPPED}; text is not valid Unicode: 1 (row 2); rows are numbered from 0")
     record("a byte that is not UTF-8", message.partition("(train): ")[2], f"1 of {TRAIN} pairs, counted")
 
 

@@ -39,7 +39,7 @@ KEYS = {
     "batch.micro=3": ("batch.pairs=4 must be a multiple of batch.micro=3",),
     "lengths.max_prompt_length=512": ("lengths.max_prompt_length must be between 1 and lengths.max_length - 1 = 511",),
     "data.train_rows=some": ('data.train_rows="some" is not a row selection',),
-    "data.train_rows=100:200": ('data.train_rows="100:200" selects no row: the split has 12 rows',),
+    "data.train_rows=100:200": ('data.train_rows="100:200" selects no rows: the split has 12 rows',),
     "data.val_split=nowhere": ("data.val_split=nowhere", "its files: test.jsonl, train.jsonl"),
     "data.path=nowhere.jsonl": ("data.path=nowhere.jsonl: no such file or folder",),
     "judge.labels=[A,A]": ("judge.labels: expected two different labels, got A twice",),
@@ -192,5 +192,5 @@ def test_a_response_cut_to_nothing(record: Record) -> None:
     pair = PreferencePair.from_texts([{"role": "user", "content": "good " * 30}], "good .", "bad .")
     tally = Tally()
     assert encode_pair(pair, ChatFormat(build_tokenizer(Grammar())), rules, tally) is None
-    assert tally.format_lines() == [f"dropped: a response was cut to nothing: 1 ({pair.pair_id[:8]})"]
+    assert tally.format_lines() == [f"dropped: a response was truncated to zero tokens: 1 ({pair.pair_id[:8]})"]
     record("a response cut to nothing", tally.format_lines()[0], "1 of 1 pairs, counted")

@@ -32,7 +32,7 @@ def test_a_mixture_with_an_empty_set(attempts: Attempts, record: Record) -> None
     sound = attempts.world.data / "train.jsonl"
     for name, content, problem in (
         ("none", "", "none.jsonl is empty"),
-        ("same", json.dumps({"prompt": "p", "chosen": "x", "rejected": "x"}) + "\n", "has no usable pair"),
+        ("same", json.dumps({"prompt": "p", "chosen": "x", "rejected": "x"}) + "\n", "has no usable pairs"),
     ):
         file = attempts.folder / f"{name}.jsonl"
         file.write_text(content, encoding="utf-8")

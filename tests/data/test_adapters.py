@@ -479,7 +479,7 @@ def test_errors_name_what_is_there(folder: Path) -> None:
     with pytest.raises(UserError, match="cannot be read as Parquet"):
         PairSource(str(folder / "train.parquet")).load("train")
     (folder / "pairs.xlsx").write_text("a,b\n")
-    with pytest.raises(UserError, match=r"expected a file ending in .*got pairs\.xlsx"):
+    with pytest.raises(UserError, match=r"expected a file with the extension .*got pairs\.xlsx"):
         PairSource(str(folder / "pairs.xlsx")).load("train")
 
 

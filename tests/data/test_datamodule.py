@@ -104,7 +104,7 @@ def test_a_resumed_epoch_carries_the_rows_of_its_steps() -> None:
 
 @pytest.mark.parametrize(("train", "val", "expected"), [(1, 5, "2 training pairs"), (8, 1, "2 validation pairs")])
 def test_a_single_pair_has_nothing_to_be_put_together_with(train: int, val: int, expected: str) -> None:
-    with pytest.raises(UserError, match=f"expected at least {expected}, got 1"):
+    with pytest.raises(UserError, match=f"it needs at least {expected}, but there is only 1"):
         module(make_examples(train), val)
     module(make_examples(train), val, ahead=())
 
@@ -217,7 +217,7 @@ def test_how_full_the_micro_batches_are_is_logged_once(caplog: pytest.LogCapture
     (line,) = [record.getMessage() for record in caplog.records]
     tokens = [laid(batch) for batch in batches]
     assert line == (
-        f"micro-batches: {data.accumulation_steps(1)} for the 8 pairs of a step, "
+        f"micro-batches: {data.accumulation_steps(1)} per step of 8 pairs, "
         f"{data.accumulation_steps(1)} on each process; batch.tokens=64; packed rows with at most "
         f"{max(tokens)} tokens, {round(sum(tokens) / len(tokens))} on average"
     )

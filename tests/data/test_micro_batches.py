@@ -133,8 +133,7 @@ def test_a_short_last_step_may_go_above_the_budget_and_says_so(caplog: pytest.Lo
     """Three pairs left for two processes: one has to take two at once, since both take as many forwards."""
     batches = StepBatchSampler(7, 4, BatchByTokens([10] * 7, PADDED, 10), world_size=2)
     assert (
-        "a last step of 3 pairs on 2 processes: a forward pass may contain more tokens than batch.tokens="
-        in caplog.text
+        "the final step has only 3 pairs across 2 processes, so a forward pass may exceed batch.tokens=" in caplog.text
     )
     assert (batches.split.accumulation, batches.split.short) == (2, 1)
     assert sorted(len(part) for part in batches.iter_micro_batches()) == [1, 1, 1, 1, 1, 2]

@@ -49,7 +49,7 @@ def test_each_set_is_counted_apart(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert sum(one.taken for one in train.sets.values()) == len(train) == 120 - len(val)
     chat = train.sets["chat"]
     assert (chat.read, chat.dropped, chat.taken) == (chat.kept + 2, 2, chat.kept)
-    assert f"data.mix.chat: {chat.read} rows read, {chat.kept} kept, 2 dropped, {chat.kept} taken" in caplog.text
+    assert f"data.mix.chat: {chat.read} rows read, {chat.kept} kept, 2 dropped, {chat.kept} used" in caplog.text
     assert "chat: identical responses: 2 (rows 40, 41)" in train.summary()
 
 
@@ -87,7 +87,7 @@ def test_an_empty_set_is_refused_with_its_name(tmp_path: Path, record_property: 
     (tmp_path / "none.jsonl").write_text("", encoding="utf-8")
     bad = tmp_path / "same.jsonl"
     bad.write_text('{"prompt": "p", "chosen": "x", "rejected": "x"}\n', encoding="utf-8")
-    for path, problem in ((tmp_path / "none.jsonl", r"none\.jsonl is empty"), (bad, "has no usable pair")):
+    for path, problem in ((tmp_path / "none.jsonl", r"none\.jsonl is empty"), (bad, "has no usable pairs")):
         sets = {"chat": MixtureSet(sheet(tmp_path, "chat", 8)), "void": MixtureSet(str(path))}
         with pytest.raises(UserError, match=rf"data\.mix\.void: .*{problem}") as refused:
             PairSource("???", val_share=0.2, mix=sets).load("train")

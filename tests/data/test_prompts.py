@@ -108,8 +108,8 @@ def test_prompts_of_a_pairs_folder_are_those_of_its_pairs(tmp_path: Path) -> Non
         ({"split": "train"}, "data.split=train: .* has no file train.jsonl"),
         ({"columns": PromptColumns(id="uid")}, 'has no column "uid"; .*data.columns.id=COLUMN'),
         ({"columns": PromptColumns(prompt="text")}, 'has no column "text"; columns found: prompt; .*columns.prompt='),
-        ({"rows": "9:"}, r'data.rows="9:" selects no row'),
-        ({"rows": "1"}, "has no usable prompt: 1 rows read, 0 prompts; empty prompt: 1"),
+        ({"rows": "9:"}, r'data.rows="9:" selects no rows'),
+        ({"rows": "1"}, "has no usable prompts: 1 rows read, 0 prompts; empty prompt: 1"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -113,7 +113,7 @@ def test_left_over_pairs_fewer_than_ranks_are_dropped_and_change_with_the_epoch(
 def test_uneven_single_pair_micro_batches_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     # Steps of 1 x 4 x 2; 3 pairs are left: shares of 2 and 1 in one micro-batch each.
     first, second = ranks(11, 1, 4, 2)
-    assert "one micro-batch contains 2 pairs instead of 1" in caplog.text
+    assert "needs a micro-batch of 2 pairs instead of 1" in caplog.text
     assert [len(batch.indices) for batch in first] == [1, 1, 1, 1, 2]
     assert [len(batch.indices) for batch in second] == [1, 1, 1, 1, 1]
     caplog.clear()
@@ -203,7 +203,7 @@ def test_resume_refuses_what_would_be_other_batches() -> None:
         make_counting_sampler(27, 1, 8, seed=5).load_state_dict(state)
     with pytest.raises(UserError, match="step_size was 8, is 4"):
         make_counting_sampler(28, 1, 4, seed=4).load_state_dict(state)
-    with pytest.raises(UserError, match="an epoch has 28 batches"):
+    with pytest.raises(UserError, match="an epoch has only 28 batches"):
         make_counting_sampler(28, 1, 8, seed=4).load_state_dict({**state, "batches": 29})
 
 

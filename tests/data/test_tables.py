@@ -157,7 +157,7 @@ def test_a_share_goes_without_a_validation_split(tmp_path: Path, split: str) -> 
     for name in ("train", split):
         one_file(tmp_path, ROWS, f"{name}.jsonl")
     source = PairSource(str(tmp_path), val_split=split, val_share=0.3)
-    with pytest.raises(UserError, match=rf"data\.val_split={split}: give only one; .* data\.val_split=null"):
+    with pytest.raises(UserError, match=rf"data\.val_split={split}: set only one of them; .* data\.val_split=null"):
         source.load("train")
     assert len(PairSource(str(tmp_path), val_split=None, val_share=0.3).load("train")) == 14
     with pytest.raises(UserError, match=r"data\.val_split=null: name the validation split, or set data\.val_share"):
@@ -167,7 +167,7 @@ def test_a_share_goes_without_a_validation_split(tmp_path: Path, split: str) -> 
 def test_a_folder_with_a_training_split_alone_is_shared_out(tmp_path: Path) -> None:
     one_file(tmp_path, ROWS, "train.jsonl")
     assert len(PairSource(str(tmp_path), val_share=0.3).load("val")) == 6
-    with pytest.raises(UserError, match=r"data\.val_split=test: give only one"):
+    with pytest.raises(UserError, match=r"data\.val_split=test: set only one of them"):
         PairSource("hub/name", val_share=0.3).load("train")
 
 
@@ -221,7 +221,7 @@ def test_an_empty_cell_is_missing_and_nan_is_a_text_that_is_told(
         found = read(tmp_path, HEADER + b"a,b,c\nq,,x\nq,y,\nwhat is 0/0?,NaN,1\n")
     assert found.examples == {Reason.MISSING.value: [1, 2]} and (found.num_kept, found.num_dropped) == (2, 2)
     assert found.pairs[1].chosen == "NaN"
-    assert "1 rows have a cell with only NaN, null, None or N/A (first: row 3)" in caplog.text
+    assert "1 rows have a cell containing only NaN, null, None or N/A (first: row 3)" in caplog.text
 
 
 def test_a_cell_may_be_longer_than_the_reader_of_python_allows(tmp_path: Path) -> None:
@@ -239,8 +239,8 @@ def test_further_columns_go_with_the_pair(tmp_path: Path) -> None:
     [
         (b"", "pairs.csv is empty"),
         (HEADER, "pairs.csv is empty; expected one row per line"),
-        (HEADER + b"p,a,b\np,a\n", "the row that ends in line 3 has 2 cells but the first line names 3 columns"),
-        (HEADER + b"p,a,b, and more\n", "the row that ends in line 2 has 4 cells"),
+        (HEADER + b"p,a,b\np,a\n", "the row ending on line 3 has 2 cells but the first line names 3 columns"),
+        (HEADER + b"p,a,b, and more\n", "the row ending on line 2 has 4 cells"),
         (HEADER + b'p,"a,b\n', r"line 2 cannot be read \(unexpected end of data\): put cells that contain quotes"),
         (HEADER + b'p,"a"b,c\n', "line 2 cannot be read"),
         (b"p,a,b\nq,c,d\n", r'the first line of data.path=.*has no column "chosen", "rejected"; .* found: a, b, p;'),
@@ -250,8 +250,8 @@ def test_further_columns_go_with_the_pair(tmp_path: Path) -> None:
         (b"prompt\tchosen\trejected\np\ta\tb\n", r"separated by tabs, expected commas: .*, or name it \.tsv"),
         (HEADER + "p,caf\xe9,b\n".encode("latin-1"), r'line 2 is not UTF-8 \(byte 0xe9\): .* "CSV UTF-8"'),
         ((HEADER + b"p,a,b\n").decode().encode("utf-16"), r"line 1 is not UTF-8 \(byte 0xff\)"),
-        (HEADER + b"p,a,b\n\0\0\0\0", "the row that ends in line 3 has 1 cells"),
-        (b"prompt,completion,label\np,a,true\n", "These are single labelled answers, as in KTO"),
+        (HEADER + b"p,a,b\n\0\0\0\0", "the row ending on line 3 has 1 cells"),
+        (b"prompt,completion,label\np,a,true\n", "These are single labelled responses, as in KTO"),
         (
             HEADER + b"p,\"[{'role': 'assistant', 'content': 'a'}]\",\"[{'role': 'assistant', 'content': 'b'}]\"\n",
             r"messages are stored as one string: 1 \(row 0\)",

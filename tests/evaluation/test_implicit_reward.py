@@ -255,14 +255,14 @@ def test_what_the_user_can_mend_is_said(world: World, tmp_path: Path) -> None:
     for message, data, reference, lengths in (
         (r"data\.path=nowhere/x\.jsonl: no such file", UnseenPairs("nowhere/x.jsonl"), other, fits),
         (r"data\.split=gone", UnseenPairs(str(world.data), split="gone"), other, fits),
-        (r"data\.rows=\"99:\" selects no row", UnseenPairs(str(world.data), rows="99:"), other, fits),
+        (r"data\.rows=\"99:\" selects no rows", UnseenPairs(str(world.data), rows="99:"), other, fits),
         (r"lengths\.max_length=99999 is too long: .* positions; set", None, other, LengthRules(99999, 100)),
         (r"reference is required", None, Path("auto"), LengthRules()),
     ):
         with pytest.raises(UserError, match=r"benchmark\." + message):
             measure(world, tmp_path, reference, data, lengths=lengths)
     write(tmp_path / "bad.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "b"}])
-    with pytest.raises(UserError, match=r"benchmark\.data\.path=.*has no usable pair: .*identical responses"):
+    with pytest.raises(UserError, match=r"benchmark\.data\.path=.*has no usable pairs: .*identical responses"):
         measure(world, tmp_path, other, UnseenPairs(str(tmp_path / "bad.jsonl")))
 
 

@@ -156,5 +156,5 @@ def test_a_benchmark_counts_prompts_of_the_training(
             assert evaluate(config(out, mark, Asks(prompts=asked), model=ModelSpec(str(model)))) == 0
         found = read_evaluation(out)
         assert found is not None and found.counts.get(SEEN, 0) == counted
-    assert f"3 of {len(asked)} distinct prompts are in" in caplog.text
+    assert f"3 of {len(asked)} distinct prompts are in the training data" in caplog.text
     assert f"{world.model}: no training_prompts.txt next to it" in caplog.text

@@ -108,7 +108,7 @@ def test_a_source_that_reads_a_model_needs_one(world: World, caplog: pytest.LogC
     model = AutoModelForCausalLM.from_pretrained(world.model)
     trainer.fit(PreferenceModule(model, AutoModelForCausalLM.from_pretrained(world.model), DPO(beta=0.1)), data)
     assert trainer.global_step == 1
-    assert "the Trainer's accumulate_grad_batches=3 is replaced by the planned 4" in caplog.messages
+    assert "the Trainer's accumulate_grad_batches=3 is overridden by the planned 4" in caplog.messages
 
 
 SCRIPT = """

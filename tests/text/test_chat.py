@@ -286,7 +286,7 @@ def test_text_between_prompt_and_response_is_part_of_the_prompt(
         assert whole.startswith(chat.tokenizer.decode((one.prompt_ids + one.response_ids)[1:]))
     assert chat.tokenizer.decode(chat.prompt_ids(DIALOGUE)).endswith("assistant\n" + opening)
     told = opening != thought
-    assert caplog.text.count("which counts as part of the prompt") == told
+    assert caplog.text.count("this text counts as part of the prompt") == told
     assert ("part_of_the_prompt" in chat.fingerprint()) == told and "part_of_the_prompt" not in plain.fingerprint()
     assert not chat.counts
 
@@ -304,7 +304,7 @@ def test_a_blank_that_the_first_token_takes_stays_with_it(formats: Formats) -> N
     ("old", "new", "message"),
     [
         ("m['content']", "m['content'] | upper", "changes the text of an assistant turn"),
-        ("m['content']", "m['content'] + m['content']", "2 times, expected exactly once"),
+        ("m['content']", "m['content'] + m['content']", "2 times instead of exactly once"),
         ("{% for", "{{ raise_exception('roles must alternate') }}{% for", "roles must alternate"),
     ],
 )

@@ -65,9 +65,9 @@ def test_the_exported_template_sets_them_and_its_caller_may_say_otherwise(format
             "enable_thinkin",
             r"kwargs\.enable_thinkin: the chat template never reads .*; correct .* template: enable_thinking$",
         ),
-        ("messages", r"kwargs\.messages: the renderer supplies messages; variables .*: enable_thinking$"),
-        ("bos_token", r"kwargs\.bos_token: the renderer supplies bos_token"),
-        ("tokenize", r"kwargs\.tokenize: the renderer supplies tokenize"),
+        ("messages", r"kwargs\.messages: messages is already set by the renderer; variables .*: enable_thinking$"),
+        ("bos_token", r"kwargs\.bos_token: bos_token is already set by the renderer"),
+        ("tokenize", r"kwargs\.tokenize: tokenize is already set by the renderer"),
     ],
 )
 def test_what_the_template_does_not_read_is_refused(formats: Formats, name: str, message: str) -> None:

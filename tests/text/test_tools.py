@@ -66,7 +66,7 @@ def test_a_template_that_ignores_tools_is_told_once(formats: Formats, caplog: py
 def test_a_template_that_would_lose_calls_or_results_refuses_them(formats: Formats) -> None:
     with pytest.raises(RefusedText, match="never reads tool_calls") as problem:
         chat(formats, CHATML).prompt_ids(CALLED)
-    assert problem.value.reason == "the chat template writes no tool calls"
+    assert problem.value.reason == "the chat template omits tool calls"
     format_ = chat(formats, HIDES)
     for _ in range(2):
         with pytest.raises(RefusedText, match="omits turns with the role tool"):

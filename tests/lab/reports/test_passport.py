@@ -235,7 +235,7 @@ def test_no_pairs(
     for name in ("train", "test"):
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
     said = refused(world, tmp_path, capsys, f"data.path={tmp_path}")
-    assert "has no usable pair: 1 rows read" in said and "data.columns" in said
+    assert "has no usable pairs: 1 rows read" in said and "data.columns" in said
     none = {"train": PairSet([]), "val": PairSet([])}
     monkeypatch.setattr("attnpo.lab.reports.passport.read_pairs", lambda *_: none)
     assert "expected labelled pairs, got none from 0 rows" in refused(world, tmp_path, capsys)
