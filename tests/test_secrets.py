@@ -219,7 +219,7 @@ def test_replies_are_found_under_another_key_and_under_an_older_identity(tmp_pat
         return OpenAIGrader(**{"base_url": f"http://me:{LOGIN}@host/v1", **values})  # type: ignore[arg-type]
 
     asked, store = call(0), ReplyStore(tmp_path)
-    with store.writing():
+    with store.open_for_writing():
         store.add(asked, grader(extra_body={"api_key": KEY, "effort": "low"}).identity(), GradingReply("ours"))
     assert leaks(tmp_path) == []
     for body, found in (({"api_key": "new"}, True), ({"api_key": "new", "effort": "high"}, False)):
@@ -246,7 +246,7 @@ def test_addresses_of_the_environment_tell_graders_apart_without_being_named(
         )
         identity = cfg.grader.identity()
         found.append(store.reply(asked, identity) is not None)
-        with store.writing():
+        with store.open_for_writing():
             store.add(asked, identity, GradingReply(value))
     assert found == [False, False, True]
     assert OURS not in str([json.loads(line)["grader"] for line in store.path.read_text().splitlines()])

@@ -1,1 +1,1 @@
-"""Benchmarks: questions for a model, grading of the answers, and scores with their spreads."""
+"""Benchmarks: questions for a model, grading of its answers, and scores with their spread."""

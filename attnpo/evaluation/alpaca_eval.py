@@ -1,8 +1,8 @@
 """AlpacaEval 2: win rate against GPT-4's answers as judged by an LLM, raw and length-controlled.
 
 The library ``alpaca_eval`` defines the benchmark (Dubois et al. 2024, "Length-Controlled AlpacaEval"): it supplies the
-prompts, the order of the answers, the parsing of replies and the win rates. Judge calls are made and stored by the
-code that all benchmarks share.
+prompts, the answer order, the reply parser and the win rates. Judge calls are made and stored by code shared by all
+benchmarks.
 """
 
 import logging
@@ -37,7 +37,7 @@ HOW_TO_GET_REFERENCE = (
     f"{download_hint(REFERENCE)}, or results/gpt4_1106_preview/model_outputs.json of a checkout of "
     "github.com/tatsu-lab/alpaca_eval"
 )
-HOW_TO_GET_AUXILIARY = f"{download_hint(AUXILIARY)}, then benchmark.auxiliary=PATH here"
+HOW_TO_GET_AUXILIARY = f"{download_hint(AUXILIARY)}, then set benchmark.auxiliary=PATH"
 # Why a row has no preference, or one that did not come from the judge; used as keys of a result's counts.
 NO_REPLY = "no reply"
 NO_VERDICT = "no verdict in the reply"
@@ -82,7 +82,7 @@ class AlpacaEval:
         return {str(place): row["output"] for place, row in enumerate(self._rows)}
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns everything that can change calls or win rates, apart from the answers."""
+        """Returns everything that affects calls or win rates, apart from the answers."""
         rates = {} if self._auxiliary is None else {"scikit-learn": version("scikit-learn")}
         return {
             "reference": file_digest(self._reference_file),
@@ -95,7 +95,7 @@ class AlpacaEval:
         }
 
     def grading_calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Returns one call per row, except for rows with identical answers, which the library counts as ties."""
+        """Returns one call per row, skipping rows with identical answers, which the library counts as ties."""
         annotator = self._annotator
         prompts, _ = alpaca_library.annotate(annotator.name, self._pair_answers(answers, self.questions()), {})
         return [
@@ -105,7 +105,7 @@ class AlpacaEval:
         ]
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
-        """Computes the library's win rates over the answers that are tied or have a reply with a verdict.
+        """Computes the library's win rates over all answers that are tied or whose reply contains a verdict.
 
         ``answers`` may cover only some of the questions; the other questions are ignored.
 
@@ -200,7 +200,7 @@ class AlpacaEval:
         if isinstance(found, Path):
             return alpaca_library.check_auxiliary(found, self.rows, str(found))
         _log.warning(
-            "%s: reporting only raw win rates, because the length-controlled one needs a missing file: get %s (%s)",
+            "%s: reporting only raw win rates, because the file for length control is missing: get %s (%s)",
             *(self.name, HOW_TO_GET_AUXILIARY, found),
         )
         return None

@@ -1,8 +1,8 @@
-"""Parts of ``alpaca_eval`` used by AlpacaEval 2: prompts, order of the answers, parsing of replies, win rates.
+"""Parts of ``alpaca_eval`` used by AlpacaEval 2: prompts, answer order, reply parsing and win rates.
 
 The library defines the benchmark (version 0.6.6). Its own client is replaced by a function that collects the prompts
-and returns stored replies. All benchmarks can therefore share one store, one budget and one retry policy. The library's
-caches are never used, so that no round sees the replies of another.
+and returns stored replies, so all benchmarks can share one store, one budget and one retry policy. The library's caches
+are never used, so no round sees replies from another.
 
 The length-controlled rate needs ``df_gamed.csv`` (the difficulty of each instruction, and 1610 rows in which the
 baseline was asked to be concise or verbose). The library would download it; here it is passed in as a file.
@@ -43,7 +43,7 @@ _one_at_a_time = threading.RLock()
 
 @dataclass(frozen=True)
 class AlpacaRow:
-    """Row of the benchmark: instruction, baseline answer and model answer (both answers may be empty)."""
+    """One benchmark row: instruction, baseline answer and model answer (either answer may be empty)."""
 
     instruction: str
     baseline: str
@@ -57,10 +57,10 @@ class AlpacaRow:
 
 @dataclass(frozen=True)
 class Annotator:
-    """Annotator from the library; ``settings`` are keyword arguments for its ``GradingCall`` objects.
+    """Annotator loaded from the library; ``settings`` are keyword arguments for its ``GradingCall`` objects.
 
-    ``settings["labels"]`` are the verdict tokens; empty if the annotator parses text instead. ``digest`` covers the
-    annotator's template, settings and parser.
+    ``settings["labels"]`` contains the verdict tokens; it is empty if the annotator parses text instead. ``digest``
+    covers the annotator's template, settings and parser.
     """
 
     name: str
@@ -106,7 +106,7 @@ def import_alpaca_eval() -> ModuleType:
 
 @contextmanager
 def silence_alpaca_eval() -> Iterator[None]:
-    """Silences the library inside a context: records of the root logger, warnings, prints and progress bars.
+    """Silences the library's root-logger records, warnings, prints and progress bars within a context.
 
     Other loggers still work. Callers count what the library would have reported.
     """
@@ -128,7 +128,7 @@ def silence_alpaca_eval() -> Iterator[None]:
 
 
 def download_data_file(file: str) -> Path | str:
-    """Downloads a file of the library's data set or finds it in the hub cache; returns an error text if both fail."""
+    """Finds a file of the library's data set in the hub cache or downloads it; returns an error message on failure."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -140,7 +140,7 @@ def download_data_file(file: str) -> Path | str:
 
 
 def download_hint(file: str) -> str:
-    """Returns instructions for downloading a file of the library's data set."""
+    """Returns instructions for downloading a file from the library's data set."""
     return (
         f"{file} of the hub data set {REPOSITORY} (with network access: `hf download {REPOSITORY} {file} "
         "--repo-type dataset`)"
@@ -151,11 +151,11 @@ def download_hint(file: str) -> str:
 
 
 def load_annotator(name: str) -> Annotator:
-    """Loads an annotator by its name in the library, or by the path of a folder with a ``configs.yaml``.
+    """Loads an annotator by its name in the library, or from the path of a folder with a ``configs.yaml``.
 
     Raises:
         UserError: there is no such annotator, or it uses features that graders do not support (tools, logit bias,
-            several questions per call, a prompt that is not a chat).
+            several questions per call, non-chat prompts).
     """
     pool = _load_annotator_pool(name)
     if len(pool.annotators) != 1:
@@ -166,13 +166,13 @@ def load_annotator(name: str) -> Annotator:
     if unknown:
         raise _unsupported_annotator_error(name, f"it needs {', '.join(unknown)}, which graders do not support")
     if single.batch_size != 1:
-        raise _unsupported_annotator_error(name, f"it puts {single.batch_size} questions into one call")
+        raise _unsupported_annotator_error(name, f"it sends {single.batch_size} questions per call")
     if not single.prompt_template.lstrip().startswith("<|im_start|>"):
         raise _unsupported_annotator_error(name, "its prompt is not a list of messages (<|im_start|> ...)")
     numerator = parser.keywords.get("numerator_token")
     reads_text = numerator is None and single.completion_key == "completions"
     if not reads_text and (numerator is None or parser.keywords.get("log_prob_index", "batch") not in ("batch", 0)):
-        raise _unsupported_annotator_error(name, "it reads more of a reply than the text or the first token")
+        raise _unsupported_annotator_error(name, "it uses more of a reply than its text or first token")
     denominators = parser.keywords.get("denominator_tokens", ())
     account = [single.prompt_template, settings, parser.func.__name__, repr(sorted(parser.keywords.items()))]
     asked = {
@@ -186,7 +186,7 @@ def load_annotator(name: str) -> Annotator:
 
 
 def _load_annotator_pool(name: str):  # type: ignore[no-untyped-def]  # a class of the library
-    """Loads an annotator of the library without its disk cache; a name with a slash is a path."""
+    """Loads an annotator from the library without its disk cache; a name with a slash is a path."""
     package = import_alpaca_eval()
     config = str(Path(name).expanduser().absolute()) if os.sep in name else name
     with silence_alpaca_eval():
@@ -196,14 +196,14 @@ def _load_annotator_pool(name: str):  # type: ignore[no-untyped-def]  # a class 
             raise UserError(
                 f"benchmark.annotator={name}: alpaca_eval {package.__version__} cannot load this annotator "
                 f"({type(error).__name__}: {shorten(str(error), 120)}); expected the name of a folder in "
-                f"{package.constants.EVALUATORS_CONFIG_DIR}, or the path of a similar folder, written with a slash"
+                f"{package.constants.EVALUATORS_CONFIG_DIR}, or a path (with a slash) to a similar folder"
             ) from error
 
 
 def _unsupported_annotator_error(name: str, why: str) -> UserError:
     return UserError(
         f"benchmark.annotator={name} cannot be used with a grader: {why}; expected an annotator that sends one "
-        "question per call as plain messages, such as weighted_alpaca_eval_gpt-4o-mini-2024-07-18"
+        "question per call as plain messages, e.g. weighted_alpaca_eval_gpt-4o-mini-2024-07-18"
     )
 
 
@@ -213,12 +213,12 @@ def _unsupported_annotator_error(name: str, why: str) -> UserError:
 def annotate(
     name: str, rows: Sequence[AlpacaRow], replies: Replies
 ) -> tuple[list[tuple[Message, ...] | None], Float[np.ndarray, " rows"]]:
-    """Runs the library over the rows: returns the judge prompts that still lack a reply, and the preferences.
+    """Runs the library on the rows; returns the judge prompts that have no reply yet, and the preferences.
 
-    A row with a reply, or with two identical answers, needs no prompt. Preferences run from 1 (the baseline's answer is
-    certainly better) through 1.5 (tie) to 2 (the model's is); NaN if there is no reply or the reply contains no
-    verdict. A reply without log-probabilities counts as if its text had probability 1. As in the library, the
-    instruction seeds the order of the two answers, so the order is the same in every round.
+    A row with a reply, or with two identical answers, needs no prompt. Preferences range from 1 (the baseline's answer
+    is certainly better) to 2 (the model's is), with 1.5 for a tie and NaN if there is no reply or no verdict in it. The
+    text of a reply without log-probabilities is assumed to have probability 1. As in the library, the instruction seeds
+    the order of the two answers, so the order is the same in every round.
 
     Raises:
         ValueError: a reply belongs to a prompt that no row produces.
@@ -253,7 +253,7 @@ def annotate(
         )
     others = [call.item for call in replies if digest(call.messages) not in known]
     if others:
-        raise ValueError(f"the reply to question {others[0]} belongs to a different prompt from the current one")
+        raise ValueError(f"the reply to question {others[0]} belongs to a different prompt than the current one")
     asked = [_to_messages(prompt) if isinstance(prompt := row.get(lacking), str) else None for row in annotated]
     values = [row["preference"] if messages is None else None for row, messages in zip(annotated, asked, strict=True)]
     return asked, np.array([np.nan if value is None else float(value) for value in values], dtype=float)
@@ -284,9 +284,9 @@ GAMED_WEIGHT = 0.2 / 2  # weight of each extra row: the library's lambda over it
 class WinRates:
     """Win rates in percent.
 
-    ``values`` [rows]: each row's contribution to the rates that are means over rows, NaN if it has none. ``errors``:
-    standard error of each rate over questions. ``lengths_equal``: True if there is no length-controlled rate, because
-    all rows have the same length difference or there is only one row.
+    ``values`` [rows]: each row's value in the rates that are means over rows, NaN if it has none. ``errors``: standard
+    error of each rate over questions. ``lengths_equal``: True if there is no length-controlled rate, because all rows
+    have the same length difference or there is only one row.
     """
 
     scores: dict[str, float]
@@ -302,8 +302,8 @@ def check_auxiliary(file: Path, instructions: int, named: str) -> Path:
     """Validates the auxiliary file and returns it.
 
     Raises:
-        UserError: the file is missing, malformed or made for another number of instructions; the message refers to the
-            file as ``named``.
+        UserError: the file is missing, malformed or covers a different number of instructions; the message refers to
+            the file as ``named``.
     """
     import pandas
 
@@ -338,7 +338,7 @@ def win_rates(
     """Computes the library's win rates from the judge's preferences (1 to 2, NaN without a verdict).
 
     ``places``: positions of the rows in the reference set, which determine the rows' difficulties (default: 0, 1, ...).
-    ``auxiliary``: file for the length-controlled rate, which is skipped if None. Raw rates leave out rows without a
+    ``auxiliary``: file for the length-controlled rate, which is skipped if None. Raw rates skip rows without a
     preference. As in the library, the length-controlled rate is fitted without these rows, but its predictions include
     them.
     """
@@ -382,7 +382,7 @@ def win_rates(
 
 
 def _compute_metrics(annotations: object, auxiliary: Path | None) -> dict[str, float]:
-    """Returns the library's metrics; with an auxiliary file also the length-controlled ones and the fitted weights."""
+    """Returns the library's metrics; with an auxiliary file, also length-controlled metrics and the fitted weights."""
     import pandas
     import sklearn
 
@@ -409,8 +409,8 @@ def _standard_error(
 ) -> float:
     """Returns the standard error over questions of the length-controlled rate, in percent.
 
-    The library's own estimate (``lc_standard_error``) treats the fitted weights as certain, although they depend on the
-    questions; that estimate is about half of what resampling the questions gives. The estimate returned here includes
+    The library's own estimate (``lc_standard_error``) treats the fitted weights as exact, although they depend on the
+    questions, and is only about half of the error obtained by resampling questions. The estimate returned here includes
     each question's effect on the fitted weights as well as on the mean (influence function of a weighted logistic
     regression). ``lengths`` are in standard deviations, ``shares`` in [0, 1].
     """

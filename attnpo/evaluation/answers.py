@@ -1,9 +1,9 @@
-"""Generates a model's answers and writes them to a file as they arrive; a repeated command continues that file.
+"""Generates a model's answers and writes them to a file as they arrive; rerunning a command resumes that file.
 
 ``attnpo.generate`` answers prompts and lists those that are too long. Benchmark questions have one or more turns, and
 each round has its own file. All first turns are answered before any second turn, which follows the model's own first
-answer. Benchmarks identify questions by position, so none is ever left out: an answer that cannot be generated is
-stored as an empty string.
+answer. Benchmarks identify questions by position, so no question is ever skipped: if an answer cannot be generated, an
+empty string is stored.
 """
 
 import logging
@@ -19,7 +19,7 @@ from typing import NotRequired
 from attnpo.config.compose import RUNS_ROOT, RootConfig
 from attnpo.data.prompts import AnswerPrompt, EncodedPrompts, PromptSource, encode_prompts
 from attnpo.evaluation.base import ModelAnswer, Question
-from attnpo.evaluation.chat import LENGTH, Answerer, AnsweringBackend, ChatRequest, Reply
+from attnpo.evaluation.chat import LENGTH, AnsweringBackend, ChatModel, ChatRequest, Reply
 from attnpo.evaluation.jsonl_store import JsonlStore, KeyedRow, Name
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling, UserError, check_at_least, check_choice
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class AnswerRow(KeyedRow):
-    """One answer in a file. ``draw``: index among the answers to a prompt, or index of a question's turn.
+    """One answer in a file. ``draw``: index of the answer among those to its prompt, or of the question's turn.
 
     ``finish_reason`` and ``refused`` are copied from the reply; ``temperature`` is set if the question overrides it.
     """
@@ -82,7 +82,7 @@ LOG_EVERY = 10.0  # seconds between progress lines
 
 
 def answer_prompts(cfg: AnswerConfig) -> Path:
-    """Runs ``attnpo.generate``: generates the answers that are still missing and returns the path of the file.
+    """Runs ``attnpo.generate``: generates all missing answers and returns the path of the answers file.
 
     With several processes, each process writes its share to a part file, and the last process to finish merges the
     parts.
@@ -105,31 +105,31 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
     file = JsonlStore[AnswerRow](path, "answers", *rank_and_world_size())
     cfg.check_output_paths("output", path, file.sidecar)
     with folder_lock(path.parent, file=file.part.name, instead="output=FILE.jsonl"):
-        answerer = cfg.answering.open(model, inference_device(cfg.trainer.get("accelerator", "auto")))
+        chat_model = cfg.answering.open(model, inference_device(cfg.trainer.get("accelerator", "auto")))
         found = data.load()
-        if answerer.limit is not None and sampling.max_new_tokens >= answerer.limit:
+        if chat_model.limit is not None and sampling.max_new_tokens >= chat_model.limit:
             raise UserError(
                 f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the limit is "
-                f"{answerer.limit} tokens (answering.max_length, or the model's number of positions)"
+                f"{chat_model.limit} tokens (answering.max_length, or the model's number of positions)"
             )
-        encoded = encode_prompts(found.prompts, answerer.chat, sampling.max_new_tokens, answerer.limit)
+        encoded = encode_prompts(found.prompts, chat_model.chat, sampling.max_new_tokens, chat_model.limit)
         unanswered = encoded.left_out
         for reason, ids in unanswered.items():
-            log.warning("%d of %d prompts left out: %s (%s)", len(ids), len(found.prompts), reason, _list_ids(ids))
+            log.warning("skipped %d of %d prompts: %s (%s)", len(ids), len(found.prompts), reason, _list_ids(ids))
         if encoded.refusal is not None:
-            log.warning("first error of the chat template: %s", encoded.refusal)
+            log.warning("first chat template error: %s", encoded.refusal)
         _require_answerable(encoded, len(found.prompts), "prompts")
-        if answerer.chat is not None:
-            rendered = [prompt.id for prompt in found.prompts if answerer.chat.has_special_tokens(prompt.messages)]
+        if chat_model.chat is not None:
+            rendered = [prompt.id for prompt in found.prompts if chat_model.chat.has_special_tokens(prompt.messages)]
             warn_about_special_tokens(len(rendered), len(found.prompts), rendered)
-        key = answer_key(answerer, sampling)
+        key = answer_key(chat_model, sampling)
         have = file.open(key)
         wanted = [(prompt, draw) for prompt in encoded.kept for draw in range(per_prompt)]
         turns = {prompt.id: prompt for prompt in found.prompts}
         for (name, _), row in have.items():
             if name in turns and row["prompt"] != list(turns[name].messages):
                 raise UserError(
-                    f"{path} contains an answer to another prompt under the id {name!r}: set another "
+                    f"{path} already has an answer to a different prompt under the id {name!r}: set another "
                     "output=FILE.jsonl, or use unique ids (data.columns.id)"
                 )
         share = wanted[file.rank :: file.processes]
@@ -139,15 +139,15 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
             if (name, draw) not in have
         }
         log.info(
-            "%d answers requested; %d are already in %s, %d to generate here",
+            "%d answers requested: %d are already in %s, %d to be generated by this process",
             *(len(wanted), len(have), file.path, len(lacking)),
         )
         began = time.perf_counter()
-        for some in generate_rows(answerer, lacking, sampling):
+        for some in generate_rows(chat_model, lacking, sampling):
             file.append(some)
         rows = file.merge(wanted)
         if rows is None:
-            log.info("this process has finished its share; the last process merges all parts into %s", file.path)
+            log.info("this process has finished its share; the last one to finish merges all parts into %s", file.path)
         else:
             facts = {
                 "versions": package_versions(),
@@ -177,22 +177,22 @@ def default_path(model: str, source: PromptSource) -> Path:
     return RUNS_ROOT / f"answers-{named}" / "answers.jsonl"
 
 
-def answer_key(answerer: Answerer, sampling: Sampling) -> dict[str, object]:
+def answer_key(chat_model: ChatModel, sampling: Sampling) -> dict[str, object]:
     """Returns the settings and versions that determine the answer to a given prompt."""
-    return {**answerer.key(), "sampling": sampling.fingerprint()}
+    return {**chat_model.key(), "sampling": sampling.fingerprint()}
 
 
 # ------------------------------------------------------------------------------------------------ generating
 
 
 def generate_rows(
-    answerer: Answerer, requests: Mapping[Name, ChatRequest], sampling: Sampling
+    chat_model: ChatModel, requests: Mapping[Name, ChatRequest], sampling: Sampling
 ) -> Iterator[list[AnswerRow]]:
     """Generates answers and yields rows as they arrive, so that a batch can be written before the next starts."""
     names, asked = list(requests), list(requests.values())
     began = logged = time.perf_counter()
     done = tokens = 0
-    for replies in answerer.answer(asked, sampling):
+    for replies in chat_model.answer(asked, sampling):
         yield [make_answer_row(names[index], asked[index], reply) for index, reply in replies.items()]
         done += len(replies)
         tokens += sum(reply.tokens for reply in replies.values())
@@ -203,7 +203,7 @@ def generate_rows(
 
 
 def make_answer_row(name: Name, asked: ChatRequest, reply: Reply) -> AnswerRow:
-    """Builds the row that stores a reply."""
+    """Builds the row in which a reply is stored."""
     row = AnswerRow(
         id=name[0],
         draw=name[1],
@@ -218,7 +218,7 @@ def make_answer_row(name: Name, asked: ChatRequest, reply: Reply) -> AnswerRow:
 
 
 def _require_answerable(encoded: EncodedPrompts, count: int, noun: str) -> None:
-    """Raises UserError if there are prompts and none can be answered."""
+    """Raises a UserError if there are prompts but none of them can be answered."""
     if count and not encoded.kept:
         reasons = [*encoded.left_out] if encoded.refusal is None else [str(encoded.refusal), *encoded.left_out]
         raise UserError(
@@ -234,7 +234,7 @@ def count_refused(rows: Iterable[AnswerRow]) -> dict[str, int]:
         if "refused" in row:
             ids.setdefault(row["refused"], []).append(row["id"])
     for reason, named in ids.items():
-        log.warning("%d empty answers, %s (%s)", len(named), reason, _list_ids(list(dict.fromkeys(named))))
+        log.warning("%d empty answers: %s (%s)", len(named), reason, _list_ids(list(dict.fromkeys(named))))
     return {reason: len(named) for reason, named in sorted(ids.items())}
 
 
@@ -250,7 +250,7 @@ class RoundStatistics:
     """Answer lengths in one round, and counts of unusable answers.
 
     ``tokens`` and ``characters``: means over questions, summed over the turns of a question. ``cut``: share of turns
-    whose answer was cut at the token limit. ``empty``: number of turns with an empty or whitespace-only answer.
+    whose answer was truncated at the token limit. ``empty``: number of turns with an empty or whitespace-only answer.
     ``refused``: number of turns that could not be answered, by reason. ``counted_by``: the tokenizer that counted the
     tokens.
     """
@@ -283,11 +283,11 @@ def round_path(folder: Path, round_: int) -> Path:
 
 
 def answer_questions(
-    questions: Sequence[Question], sampling: Sampling, answerer: Answerer, folder: Path, round_: int = 0
+    questions: Sequence[Question], sampling: Sampling, chat_model: ChatModel, folder: Path, round_: int = 0
 ) -> RoundAnswers:
-    """Returns the answers of a round: reads the round's file in ``folder`` and generates the answers that it lacks.
+    """Returns a round's answers, reading those in the round's file in ``folder`` and generating the rest.
 
-    The round's seed is ``sampling.seed + round_``. Later rounds copy greedy answers from round 0 if round 0 has them.
+    The round's seed is ``sampling.seed + round_``. Later rounds copy greedy answers from round 0, if it has them.
 
     Raises:
         UserError: two questions share an id, or one has no turns; no question can be answered; the file contains
@@ -303,7 +303,7 @@ def answer_questions(
         by_id[question.id] = question
     file = _round_file(folder, round_)
     with folder_lock(folder, file=file.part.name, instead=OUTPUT):
-        return _RoundWriter(by_id, sampling, answerer, file, round_).run()
+        return _RoundWriter(by_id, sampling, chat_model, file, round_).run()
 
 
 def _round_file(folder: Path, round_: int) -> JsonlStore[AnswerRow]:
@@ -312,11 +312,11 @@ def _round_file(folder: Path, round_: int) -> JsonlStore[AnswerRow]:
 
 @dataclass
 class _RoundWriter:
-    """Completes the answers file of one round."""
+    """Completes the answers file for one round."""
 
     questions: Mapping[str, Question]
     base: Sampling
-    answerer: Answerer
+    chat_model: ChatModel
     file: JsonlStore[AnswerRow]
     round: int
     rows: dict[Name, AnswerRow] = field(default_factory=dict)
@@ -357,13 +357,13 @@ class _RoundWriter:
 
     def _key(self, sampling: Sampling) -> dict[str, object]:
         # The limit decides which questions can be answered, and unanswered ones are stored as rows too.
-        return {**answer_key(self.answerer, sampling), "max_length": self.answerer.limit, "code": VERSION}
+        return {**answer_key(self.chat_model, sampling), "max_length": self.chat_model.limit, "code": VERSION}
 
     def _encode(self, prompts: Sequence[AnswerPrompt]) -> EncodedPrompts:
-        return encode_prompts(prompts, self.answerer.chat, self.sampling.max_new_tokens, self.answerer.limit)
+        return encode_prompts(prompts, self.chat_model.chat, self.sampling.max_new_tokens, self.chat_model.limit)
 
     def _copy_greedy(self) -> None:
-        """Copies greedy answers from round 0, since generating them again would give the same answers."""
+        """Copies greedy answers from round 0, since generating them again would yield the same text."""
         first = _round_file(self.file.path.parent, 0)
         wanted = [
             (name, turn)
@@ -397,7 +397,7 @@ class _RoundWriter:
         for temperature in dict.fromkeys(self.questions[name].temperature for name in asked):
             sampling = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
             some = {name: one for name, one in asked.items() if self.questions[name].temperature == temperature}
-            for rows in generate_rows(self.answerer, {(name, turn): one for name, one in some.items()}, sampling):
+            for rows in generate_rows(self.chat_model, {(name, turn): one for name, one in some.items()}, sampling):
                 self._append_rows(rows)
 
     def _append_rows(self, rows: Sequence[AnswerRow]) -> None:
@@ -450,5 +450,5 @@ class _RoundWriter:
             cut=sum(row["finish_reason"] == LENGTH and "refused" not in row for row in rows) / turns,
             empty=sum(not row["answer"].strip() for row in rows),
             refused=count_refused(rows),
-            counted_by=self.answerer.counted_by,
+            counted_by=self.chat_model.counted_by,
         )

@@ -1,7 +1,7 @@
 """Arena-Hard: a judge compares each answer with a baseline's, in both orders (Li et al. 2024; v0.1 and v2.0).
 
 The protocol follows lmarena/arena-hard-auto. Questions, baseline answers and judge prompts are read from a checkout;
-system prompts are constants of a Python file, which is parsed but never run.
+system prompts are constants in a Python file, which is parsed but never run.
 
 Differences from arena-hard-auto: the score is the exact weighted mean (there it is the mean of 100 resamples, or comes
 from a Bradley-Terry fit, which gives the same result if every model is only compared with the baseline); style control
@@ -87,9 +87,9 @@ class ArenaHard:
     """Arena-Hard from a checkout of arena-hard-auto.
 
     ``release`` selects the files in the checkout's data and config folders. ``figures`` maps each score to a category,
-    the main score first; questions of other categories are skipped. ``verdicts``: rule for judgments with several
+    with the main score first; questions in other categories are skipped. ``verdicts``: rule for judgments with several
     verdicts, "last" (2025) or "agree" (2024). ``missing``: a missing verdict drops the "question" (2025) or only the
-    "game" (2024). Strong verdicts (">>") count ``strong_weight`` times.
+    "game" (2024). Strong verdicts (">>") have weight ``strong_weight``.
     """
 
     path: str
@@ -210,7 +210,7 @@ class ArenaHard:
     def _parse_verdict(
         self, text: str, patterns: Sequence[re.Pattern[str]], counts: Counter[str]
     ) -> tuple[float, float] | None:
-        """Parses answer A's score and its weight; counts the reason and returns None if the verdict is not valid."""
+        """Parses answer A's score and its weight; for an invalid verdict, counts the reason and returns None."""
         agree = self.verdicts == AGREE
         found: Sequence[str] = ()
         for pattern in patterns[:1] if agree else patterns:
@@ -247,7 +247,7 @@ def _read_checkout(path: str, release: str, categories: Sequence[str]) -> ArenaH
     rows = checkout.read_rows_by("uid", file, {"category": str, "prompt": str})
     found = sorted({row["category"] for row in rows.values()})
     if absent := [category for category in categories if category not in found]:
-        checkout.fail(file, f"has no questions of category {absent[0]}; benchmark.figures can use {found}")
+        checkout.fail(file, f"has no questions in category {absent[0]}; benchmark.figures can use {found}")
     questions = tuple(
         Question(uid, (row["prompt"],), category=row["category"])
         for uid, row in rows.items()
@@ -293,7 +293,7 @@ def _read_judge_config(checkout: Checkout, name: str) -> tuple[str, tuple[re.Pat
 
 
 def _read_baseline_answers(checkout: Checkout, name: str, asked: Sequence[str]) -> dict[str, str]:
-    """Reads a baseline's answers to the questions ``asked``; the last answer to each counts, as upstream."""
+    """Reads a baseline's answers to the questions ``asked``; as upstream, uses the last answer to each question."""
     rows = checkout.read_rows(name, {"uid": NAME, "messages": [..., {"content": {"answer": str}}]})
     found = {str(row["uid"]): row["messages"][-1]["content"]["answer"] for row in rows}
     if len(found) < len(rows):

@@ -1,4 +1,4 @@
-"""Questions, answers, benchmark interfaces, and scores with their spreads."""
+"""Questions, answers, benchmark interfaces, and scores with their spread."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from attnpo.text.chat import ChatFormat
 
 @dataclass(frozen=True)
 class Question:
-    """Question for a model: one or more user turns, each answered before the next is asked.
+    """Question for a model, with one or more user turns; each is answered before the next is asked.
 
     ``temperature`` overrides the sampling temperature if a protocol sets one per category (MT-Bench).
     """
@@ -53,8 +53,8 @@ class RoundScores:
     """Scores of one round of answers, computed from the grader's replies.
 
     ``scores``: the benchmark's scores by name. ``values``: for each score, one value per question (NaN if missing).
-    ``weights``: the weights of these values in the mean (0 for NaN). A score that has values is their weighted mean.
-    ``counts``: number of missing or replaced verdicts, by reason. ``errors``: standard errors over questions as
+    ``weights``: the weights of these values in the mean (0 for NaN). A score with per-question values is their weighted
+    mean. ``counts``: number of missing or replaced verdicts, by reason. ``errors``: standard errors over questions as
     reported by the benchmark's own library.
     """
 
@@ -68,9 +68,9 @@ class RoundScores:
 
 @runtime_checkable
 class Benchmark(Protocol):
-    """Benchmark whose answers are generated and then graded.
+    """Benchmark in which a model's answers are generated and then graded.
 
-    ``name`` is used for folders and table columns. ``scores`` names its scores, the main one first.
+    ``name`` is used for folders and table columns. ``scores`` lists the names of its scores, the main one first.
     """
 
     @property
@@ -93,7 +93,7 @@ class Benchmark(Protocol):
         """
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns all inputs of calls and scores other than the answers: file digests, versions and rules."""
+        """Returns everything that affects calls and scores except the answers: file digests, versions and rules."""
 
     def grading_calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
         """Returns all calls needed to grade one round's answers (by question id).
@@ -103,10 +103,10 @@ class Benchmark(Protocol):
         """
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
-        """Returns the scores of one round. Replies without a verdict are counted and handled as the protocol says.
+        """Returns the scores of one round. Replies without a verdict are counted and handled as the protocol specifies.
 
         ``replies`` may cover only some questions (``limits.max_items``, failed calls): missing replies are counted but
-        left out of every mean.
+        excluded from all means.
         """
 
 
@@ -130,7 +130,7 @@ class BenchmarkScore:
 
     @classmethod
     def read(cls, values: Mapping[str, object]) -> "BenchmarkScore":
-        """Builds a score from the fields that ``asdict`` returned, as read back from JSON."""
+        """Builds a score from its ``asdict`` fields after a round trip through JSON."""
         fields: Any = values
         interval = None if fields["interval"] is None else tuple(fields["interval"])
         return cls(**{**fields, "rounds": tuple(fields["rounds"]), "interval": interval})
@@ -168,7 +168,7 @@ class UngradedBenchmark(Protocol):
         """Returns the names of the scores, the main one first; empty if they are known only after the evaluation."""
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns everything that can change the scores, apart from the model."""
+        """Returns everything that affects the scores, apart from the model."""
 
     def measure(self, model: EvaluatedModel) -> UngradedResult:
         """Evaluates a model.
@@ -203,7 +203,7 @@ def match_answers(
     if found:
         raise UserError(
             f"the answers do not match the {len(asked)} questions of {benchmark}: {'; '.join(found)}. Delete the file "
-            "with these answers and run the command again, or use the benchmark files that the answers belong to"
+            "with these answers and run the command again, or use the benchmark files they were generated from"
         )
     return [answers[question.id] for question in questions]
 

@@ -45,8 +45,8 @@ class Reply:
 
 
 @runtime_checkable
-class Answerer(Protocol):
-    """Opened model that answers conversations; loads at the first request, so properties and ``key`` are cheap."""
+class ChatModel(Protocol):
+    """Chat model that is loaded on first use, so its properties and ``key`` are cheap."""
 
     @property
     def chat(self) -> ChatFormat | None:
@@ -54,7 +54,7 @@ class Answerer(Protocol):
 
     @property
     def limit(self) -> int | None:
-        """Returns the maximum number of tokens of prompt and answer together; None if unknown in advance."""
+        """Returns the maximum total number of prompt and answer tokens; None if unknown in advance."""
 
     @property
     def counted_by(self) -> str:
@@ -64,7 +64,7 @@ class Answerer(Protocol):
         """Returns the settings and versions, other than sampling, that determine the answer to a conversation."""
 
     def answer(self, asked: Sequence[ChatRequest], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
-        """Yields replies by index in ``asked`` as they arrive, in any order.
+        """Yields replies as they arrive, in any order, keyed by their index in ``asked``.
 
         Sampling depends only on the seed, the conversation and the draw's index.
 
@@ -75,13 +75,13 @@ class Answerer(Protocol):
 
 @runtime_checkable
 class AnsweringBackend(Protocol):
-    """Component that opens a model for answering (config group ``answering``)."""
+    """Component that opens a model for generating answers (config group ``answering``)."""
 
-    def open(self, model: ModelSpec, device: torch.device) -> Answerer:
-        """Opens a model by reading its configuration; weights load, or the server is called, at the first request.
+    def open(self, model: ModelSpec, device: torch.device) -> ChatModel:
+        """Opens a model by reading its configuration; weights are loaded, or the server is called, on first use.
 
         Raises:
-            UserError: the model cannot answer with these settings.
+            UserError: the model cannot generate answers with these settings.
         """
 
 
@@ -128,12 +128,12 @@ class GradingCall:
 
 @dataclass(frozen=True)
 class GradingReply:
-    """Reply of a grader.
+    """Reply from a grader.
 
     ``logprobs``: natural log-probabilities of the most likely first tokens; None if the grader returns none. Token
-    counts are those the grader reports (``usage``). ``estimated``: True if the grader reported none; the counts are
-    then the amount reserved for the call (counted input and maximum output). ``model``: name of the model as reported
-    in the reply, if any.
+    counts are those that the grader reports (``usage``). ``estimated``: True if the grader reported none, in which case
+    the counts are those reserved for the call (counted input and maximum output). ``model``: name of the model as
+    reported in the reply, if any.
     """
 
     text: str
@@ -160,7 +160,7 @@ class GradingReply:
 
 @dataclass(frozen=True)
 class GradingFailure:
-    """Call that still failed after all of the grader's retries; a repeated command sends it again."""
+    """Call that failed even after all of the grader's retries; rerunning the command sends it again."""
 
     problem: str
 
@@ -180,7 +180,7 @@ class Price:
 
 @runtime_checkable
 class Grader(Protocol):
-    """Interface of graders: a served model, a local model, the testbed's true preferences, or a stub in tests."""
+    """Interface for graders: a served model, a local model, the testbed's true preferences, or a stub in tests."""
 
     @property
     def price(self) -> Price:

@@ -51,7 +51,7 @@ class Checkout:
         return text
 
     def read_rows(self, name: str, form: dict[str, Any]) -> list[dict[str, Any]]:
-        """Reads the objects of the JSON lines file ``name``.
+        """Reads the objects in the JSON lines file ``name``.
 
         Raises:
             UserError: a line does not have the given ``form``; the message includes the line number.
@@ -63,7 +63,7 @@ class Checkout:
         """Reads the JSON file ``name``.
 
         Raises:
-            UserError: the file's value does not have the given ``form``.
+            UserError: the value in the file does not have the given ``form``.
         """
         return self._parse(name, self.read_text(name), form)
 
@@ -76,7 +76,7 @@ class Checkout:
         return value
 
     def read_rows_by(self, key: str, name: str, form: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Reads the objects of a JSON lines file and indexes them by the field ``key``.
+        """Reads the objects in a JSON lines file and indexes them by the field ``key``.
 
         Raises:
             UserError: a value of ``key`` occurs twice.
@@ -95,7 +95,7 @@ class Checkout:
         ``[..., form]`` for its last item.
 
         Raises:
-            UserError: the value, or a part of it, has another form.
+            UserError: the value, or a part of it, has a different form.
         """
         kind = type(form) if isinstance(form, list | dict) else cast(type, form)
         if not isinstance(value, kind) or isinstance(value, bool) or (value in ("", []) and kind is not str):
@@ -183,5 +183,5 @@ def read_constant(text: str, name: str) -> Any:
             for each in names:
                 inliner.known.pop(each, None)
     if name not in inliner.known:
-        raise ValueError(f"has no value of {name} that can be read without running the file")
+        raise ValueError(f"does not define {name} as a constant that can be read without running the file")
     return inliner.known[name]

@@ -16,11 +16,11 @@ from attnpo.training.settings import ACCELERATORS
 
 @dataclass(frozen=True)
 class GradingRules:
-    """Number of rounds and of repeated gradings (config node ``grading``).
+    """Numbers of rounds and of repeated gradings (config node ``grading``).
 
-    ``rounds``: rounds of generation and grading. ``again``: share of the questions whose answers are graded twice, but
-    at least ``again_least`` questions (or all, if there are fewer). ``missing``: number of calls that may lack a reply
-    in a finished result.
+    ``rounds``: rounds of generation and grading. ``again``: share of questions whose answers are graded twice, but at
+    least ``again_least`` questions (or all, if there are fewer). ``missing``: number of calls that may lack a reply in
+    a finished result.
     """
 
     rounds: int = 3

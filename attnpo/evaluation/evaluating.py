@@ -1,8 +1,8 @@
 """Implements ``attnpo.evaluate``: generates, grades and scores one model's answers on one benchmark.
 
-The folder contains one file of answers per round (``answers-round0.jsonl``, ...), ``grades.jsonl`` with every reply
-and, once the evaluation is complete, ``evaluation.json`` with the scores and all settings behind them. A repeated
-command continues an unfinished evaluation.
+The folder contains one file of answers per round (``answers-round0.jsonl``, ...), ``grades.jsonl`` with all replies
+and, once the evaluation is complete, ``evaluation.json`` with the scores and the settings that produced them. Rerunning
+the command resumes an unfinished evaluation.
 """
 
 import logging
@@ -97,7 +97,7 @@ def evaluate(cfg: EvaluateConfig) -> int:
     main = result.score(result.main)
     if main is not None and math.isnan(main.mean):
         log.warning(
-            "no reply from %s contains a verdict, so %s has no score: look at the replies in %s and use another grader",
+            "no reply from %s contains a verdict, so %s has no score: check the replies in %s and use another grader",
             *(result.grader, result.benchmark, folder),
         )
     log.info("result: %s", folder / RESULT)
@@ -110,7 +110,8 @@ def run_evaluation(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None
     there = [name for name in PAGES if (folder / name).exists()]
     if before is None and len(there) == 1:  # an evaluation writes both, after its result
         raise UserError(
-            f"output={folder} contains {there[0]}, which no evaluation wrote: move it away, or set another folder"
+            f"output={folder} contains {there[0]}, which was not written by an evaluation: move it away, or set "
+            "another folder"
         )
     candidate = LabelledModel(cfg.model, cfg.model_label(), inference_device(cfg.trainer.get("accelerator", "auto")))
     if isinstance(cfg.benchmark, Benchmark):
@@ -207,10 +208,10 @@ def _evaluate_graded(
         return None
     grader.check_ready()  # before generating answers, which may take hours
     limits.check_price(grader)
-    answerer = answering.open(candidate.model, candidate.device)
-    answered = [answer_questions(chosen, benchmark.sampling, answerer, folder, at) for at in range(rules.rounds)]
-    of_model = answerer.key()
-    del answerer  # frees its weights: a local grader may need the memory
+    chat_model = answering.open(candidate.model, candidate.device)
+    answered = [answer_questions(chosen, benchmark.sampling, chat_model, folder, at) for at in range(rules.rounds)]
+    of_model = chat_model.key()
+    del chat_model  # frees its weights: a local grader may need the memory
     key = identify(
         {
             "benchmark": _benchmark_fingerprint(benchmark),
@@ -276,11 +277,11 @@ def _plan_round(
     # Benchmarks need an answer to every question, since positions are keys: the others get empty ones and no call.
     every = {question.id: ModelAnswer(question.id, ("",) * len(question.turns)) for question in benchmark.questions()}
     calls = tuple(call for call in benchmark.grading_calls({**every, **answers}, number) if call.item in answers)
-    regraded = questions_to_regrade(list(answers), rules.regrade_count(len(answers)), number)
+    regraded = select_questions_to_regrade(list(answers), rules.regrade_count(len(answers)), number)
     return RoundCalls(answers, calls + tuple(replace(call, repeat=1) for call in calls if call.item in regraded))
 
 
-def questions_to_regrade(questions: Sequence[str], count: int, round_: int) -> frozenset[str]:
+def select_questions_to_regrade(questions: Sequence[str], count: int, round_: int) -> frozenset[str]:
     """Selects the questions whose answers are graded twice; the selection differs between rounds."""
     return frozenset(sorted(questions, key=lambda name: digest(["graded twice", round_, name]))[:count])
 
@@ -290,8 +291,8 @@ def score_rounds(
 ) -> tuple[tuple[BenchmarkScore, ...], Counter[str]]:
     """Returns the benchmark's scores with their spreads, and counts of missing or replaced verdicts over all rounds.
 
-    Repeated grades only determine the spread from grading and never change a score. Gradings of different rounds are
-    independent, so the spread of the mean over rounds follows from the spread of each round.
+    Repeated grades are only used to estimate the spread from grading and never change a score. Gradings of different
+    rounds are independent, so the spread of the mean over rounds follows from the spread of each round.
     """
     first: list[RoundScores] = []
     spreads: dict[str, list[float | None]] = {}

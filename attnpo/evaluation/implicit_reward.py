@@ -68,7 +68,7 @@ class UnseenPairs:
 
     def unused_keys(self) -> dict[str, str]:
         """Returns keys that have no effect, because a run's validation pairs are read with that run's settings."""
-        why = f"{KEY}data.path=auto takes the pairs from the run"
+        why = f"{KEY}data.path=auto reads the pairs from the run"
         return dict.fromkeys(("split", "rows", "columns", "revision", "subset"), why) if self.path == AUTO else {}
 
     def load(self) -> PairSet:
@@ -100,18 +100,18 @@ Logps = Mapping[str, tuple[Float[Tensor, " m"], Float[Tensor, " k"]]]
 PLAIN, NORMALISED, WEIGHTED = "accuracy", "accuracy_normalised", "accuracy_weighted"
 POLICY, REFERENCE, PER_TOKEN = "policy_alone", "reference_alone", "_normalised"
 GAIN = "gain"
-OF_RUN = "required in a study, and for a model that is not a run's best/ or last/, from which it could be taken"
+OF_RUN = "required in a study, and if the model is not a run's best/ or last/ (whose run would supply it)"
 
 
 GAINS = {GAIN: (PLAIN, REFERENCE), GAIN + PER_TOKEN: (NORMALISED, REFERENCE + PER_TOKEN)}
 """Maps a score's name to the two rewards whose accuracies it compares."""
 
-WeighPairs = Callable[[Sequence[PreferencePair]], Mapping[str, RewardFactors]]
-"""Function that returns token weights of pairs by pair id; pairs without weights are left out."""
+ComputeWeights = Callable[[Sequence[PreferencePair]], Mapping[str, RewardFactors]]
+"""Function that returns token weights of pairs by pair id; pairs without weights are omitted."""
 
 
 class Ties(Enum):
-    """Rule for pairs with equal rewards: count as half correct, or as wrong.
+    """Rule for pairs with equal rewards: each counts as half correct, or as wrong.
 
     RewardBench counts a pair as correct only if the chosen reward is higher (``scripts/run_dpo.py``).
     """
@@ -124,8 +124,8 @@ class Ties(Enum):
 class ImplicitReward:
     """Share of labelled pairs that the policy's own reward ranks correctly, overall and by subset.
 
-    ``reference``: the model that training started from. With "auto", which ``data.path`` also accepts, it is taken from
-    the run whose ``best/`` or ``last/`` is evaluated. ``accuracy`` sums log pi - log ref over the response's tokens;
+    ``reference``: the model that training started from. "auto" (also accepted by ``data.path``) uses the value from the
+    run whose ``best/`` or ``last/`` is evaluated. ``accuracy`` sums log pi - log ref over the response's tokens;
     ``accuracy_normalised`` takes the mean over these tokens. ``policy_alone`` and ``reference_alone`` rank by one
     model's log-probabilities. ``gain`` is the paired difference in accuracy between the reward and the reference alone.
     With ``reference: null`` there is no reward, and only ``policy_alone`` is reported.
@@ -170,8 +170,10 @@ class ImplicitReward:
         """
         return self.measure_weighted(subject)
 
-    def measure_weighted(self, subject: EvaluatedModel, weigh: WeighPairs | None = None) -> UngradedResult:
-        """Computes the scores of ``measure``; with ``weigh`` also the accuracy of token-weighted log-ratios."""
+    def measure_weighted(
+        self, subject: EvaluatedModel, compute_weights: ComputeWeights | None = None
+    ) -> UngradedResult:
+        """Computes the scores of ``measure``; ``compute_weights`` adds the accuracy of token-weighted log-ratios."""
         self.require_paths()
         _check_max_length(subject.model, self.lengths)
         found = self.data.load()
@@ -184,7 +186,7 @@ class ImplicitReward:
             pair.pair_id: TrainingExample(pair.pair_id, sides[chosen], sides[rejected], (none, none), zeros, zeros)
             for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True)
         }
-        factors = None if weigh is None else _select_matching(weigh(encoded.pairs), examples)
+        factors = None if compute_weights is None else _select_matching(compute_weights(encoded.pairs), examples)
         pad_id = subject.chat.rows.pad_id
         policy = self._score_pairs("policy", subject.model, examples, subject.device, pad_id)
         reference, notes = self._score_reference(subject, examples, policy, pad_id)
@@ -207,7 +209,7 @@ class ImplicitReward:
     # -------------------------------------------------------------------------------------------- models
 
     def require_paths(self) -> None:
-        """Checks that neither the pairs nor the reference are still "auto".
+        """Checks that neither the pairs nor the reference is still "auto".
 
         Raises:
             UserError: one of them is.
@@ -264,7 +266,7 @@ class ImplicitReward:
         broken = [pair_id for pair_id, sides in logps.items() if not all(bool(side.isfinite().all()) for side in sides)]
         if broken:
             raise UserError(
-                f"{self.name}: the {role} {spec.path} gives log-probabilities that are not finite for {len(broken)} of "
+                f"{self.name}: the {role} {spec.path} returns non-finite log-probabilities for {len(broken)} of "
                 f"{len(logps)} pairs (first: {broken[0]}): its weights are broken, or the range of "
                 f"model.dtype={spec.dtype} is too small"
             )
@@ -277,12 +279,12 @@ class ImplicitReward:
 
 
 def reward_margins(
-    policy: Logps, reference: Logps | None, weighed: Mapping[str, RewardFactors] | None = None
+    policy: Logps, reference: Logps | None, weights: Mapping[str, RewardFactors] | None = None
 ) -> "DataFrame":
     """Computes each pair's reward margin (chosen minus rejected) in nats, one column per reward.
 
     Rewards are summed over tokens and also averaged. With a reference, the first rewards use log pi - log ref, which is
-    computed per token before summing. With ``weighed``, the first column is ``sum_t f_t (log pi - log ref)_t``, NaN for
+    computed per token before summing. With ``weights``, the first column is ``sum_t f_t (log pi - log ref)_t``, NaN for
     pairs without factors f.
     """
     from pandas import DataFrame
@@ -294,8 +296,8 @@ def reward_margins(
         if reference is not None:
             theirs = [side.double() for side in reference[pair_id]]
             ratios = [one - other for one, other in zip(ours, theirs, strict=True)]
-            if weighed is not None:
-                factors = weighed[pair_id].factors if pair_id in weighed else (torch.tensor(float("nan")),) * 2
+            if weights is not None:
+                factors = weights[pair_id].factors if pair_id in weights else (torch.tensor(float("nan")),) * 2
                 made = [(f.double() * ratio).sum() for f, ratio in zip(factors, ratios, strict=True)]
                 row[WEIGHTED] = float(made[0] - made[1])
             row |= _margins(PLAIN, NORMALISED, ratios)
@@ -378,7 +380,7 @@ class RankingAccuracy:
 
     @cached_property
     def correct(self) -> "DataFrame":
-        """Returns 1 if a reward ranks a pair as labelled, 0 if not, the tie value for a tie, NaN without a reward."""
+        """Returns 1 if a reward ranks a pair as labelled, 0 if not, the tie value for ties and NaN without a reward."""
         tie, margins = 0.5 if self.ties is Ties.HALF else 0.0, self.margins
         return (margins > 0).astype(float).mask(margins == 0, tie).where(margins.notna()).reset_index(drop=True)
 
@@ -388,9 +390,9 @@ class RankingAccuracy:
         return {str(group): rows for group, rows in self.correct.groupby(np.array(self.groups, dtype=object))}
 
     def scores(self) -> tuple[BenchmarkScore, ...]:
-        """Returns the accuracies of all rewards, the ``compared`` differences, and every complete RewardBench section.
+        """Returns the accuracies of all rewards, the ``compared`` differences, and all complete RewardBench sections.
 
-        Sections use the main reward. The overall RewardBench score is the unweighted mean over sections; it leaves out
+        Sections use the main reward. The overall RewardBench score is the unweighted mean over sections; it excludes
         the older test sets, which count as half a section on the leaderboard. Intervals are 95 % intervals over pairs,
         or None if all pairs agree.
         """
@@ -437,7 +439,7 @@ class RankingAccuracy:
 
 
 def drop_missing(values: "Series[float]") -> Values:
-    """Returns an array of the values that are not NaN."""
+    """Returns an array of all values that are not NaN."""
     return np.asarray(values.dropna().to_numpy(), dtype=float)
 
 
@@ -494,7 +496,7 @@ def _check_max_length(model: ModelSpec, lengths: LengthRules) -> None:
 def _require_same_tokens(
     reference: str, revision: str | None, subject: EvaluatedModel, examples: Iterable[TrainingExample]
 ) -> None:
-    """Checks that the reference gives every token of the pairs the same id and has an embedding row for it.
+    """Checks that the reference has the same id, and an embedding row, for every token in the pairs.
 
     Raises:
         UserError: at least one token differs.
@@ -514,20 +516,20 @@ def _require_same_tokens(
     if wrong:
         raise UserError(
             f"{KEY}reference={reference} has a different vocabulary from {subject.model.path}: {len(wrong)} of "
-            f"{len(used)} tokens of the pairs have other ids (first: {wrong[0]!r}); use the model that training "
+            f"{len(used)} tokens in the pairs have different ids (first: {wrong[0]!r}); use the model that training "
             "started from"
         )
 
 
 def _select_matching(
-    weighed: Mapping[str, RewardFactors], examples: Mapping[str, TrainingExample]
+    weights: Mapping[str, RewardFactors], examples: Mapping[str, TrainingExample]
 ) -> Mapping[str, RewardFactors]:
     """Selects the weights of the evaluated pairs.
 
     Raises:
         UserError: a pair's weights were computed for different tokens.
     """
-    found = {pair_id: pair for pair_id, pair in weighed.items() if pair_id in examples}
+    found = {pair_id: pair for pair_id, pair in weights.items() if pair_id in examples}
     for pair_id, pair in found.items():
         ids = tuple(side.response_ids for side in examples[pair_id].sides)
         if ids != pair.response_ids:
@@ -545,7 +547,7 @@ class ValidationPairs(UnseenPairs):
     source: PairReader
 
     def load(self) -> PairSet:
-        """Loads the run's validation split, with the same errors as in training."""
+        """Loads the run's validation split, raising the same errors as training does."""
         return self.source.load("val")
 
 
@@ -595,7 +597,7 @@ def fill_from_run(
     if lengths != measure.lengths:
         taken.append("lengths " + ", ".join(f"{key}={value}" for key, value in _lengths_as_dict(lengths).items()))
     if taken:
-        log.info("%s takes these settings from the run in %s: %s", measure.name, folder, "; ".join(taken))
+        log.info("%s uses these settings from the run in %s: %s", measure.name, folder, "; ".join(taken))
     return replace(measure, lengths=lengths)
 
 

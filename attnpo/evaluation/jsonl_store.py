@@ -1,7 +1,7 @@
-"""JSON lines files for answers, scores and grader replies that survive interruptions and can be continued.
+"""JSON lines files for answers, scores and grader replies, which survive interruptions and can be resumed.
 
-Every line carries its own digest, which is verified on reading. A ``JsonlStore`` has a sidecar with the same name and
-the suffix .json, which records a key (the settings behind the rows, part of every row's digest) and summary facts. A
+Each line includes its own digest, which is verified on reading. A ``JsonlStore`` has a sidecar with the same name and
+the suffix .json, which records a key (the settings that produced the rows, part of every row's digest) and a summary. A
 ``ReplyStore`` stores each grader reply under the key of its call.
 """
 
@@ -73,7 +73,7 @@ def read_lines(file: Path, noun: str, of: str = "", row_name: Callable[[Any], ob
 
 
 def damaged_line(file: Path, number: int, noun: str, line: object) -> UserError:
-    """Builds the error for a line that was changed since it was written."""
+    """Builds the error for a line that was changed after it was written."""
     return UserError(
         f"{file}, line {number}: one of the {noun} is damaged, was edited, occurs twice or has no digest: "
         f"{shorten(line)}; delete the line to have its content requested again. If no line has a digest, the file "
@@ -88,10 +88,10 @@ def seal_lines(rows: Iterable[Mapping[str, object]], of: str = "", ascii_only: b
 
 @dataclass(frozen=True)
 class JsonlStore(Generic[SomeRow]):
-    """File of rows at ``path``, written in one part per process.
+    """File of rows at ``path``, to which several processes can write.
 
     Each process appends to its own part (the file itself if there is only one process), and the first process that
-    finds no row missing merges the parts. In messages, ``noun`` is the word for the rows and ``instead`` is the option
+    finds no row missing merges the parts. In messages, ``noun`` is the word for the rows and ``instead`` the option
     that sets another path.
 
     Raises:
@@ -146,7 +146,7 @@ class JsonlStore(Generic[SomeRow]):
         if (files or self.sidecar.exists()) and not isinstance(before, Mapping):
             there = files[0] if files else self.sidecar
             raise UserError(
-                f"{self.path} lacks the file {self.sidecar.name} that describes its {self.noun}: move {there} away, or "
+                f"{self.path} has no file {self.sidecar.name} describing its {self.noun}: move {there} away, or "
                 f"set another {self.instead}"
             )
         if isinstance(before, Mapping):
@@ -163,8 +163,8 @@ class JsonlStore(Generic[SomeRow]):
         rows = self._read_rows(files)
         if not self._matches_sidecar(stored):
             log.warning(
-                "%s has gained, lost or reordered lines since it was finished; the lines themselves are intact, and "
-                "missing %s are computed again",
+                "%s: lines were added, removed or reordered after it was finished; the lines themselves are intact; "
+                "missing %s will be computed again",
                 *(self.path, self.noun),
             )
         return rows
@@ -178,8 +178,8 @@ class JsonlStore(Generic[SomeRow]):
         self._read_rows([self.path])
         if not self._matches_sidecar(read_sidecar(self.sidecar)):
             raise UserError(
-                f"{self.path} has lines added, removed or reordered since {self.sidecar.name} was written: run the "
-                "command that wrote it again"
+                f"{self.path}: lines were added, removed or reordered after {self.sidecar.name} was written: rerun the "
+                "command that wrote it"
             )
 
     def _matches_sidecar(self, sidecar: Mapping[str, object]) -> bool:
@@ -199,10 +199,10 @@ class JsonlStore(Generic[SomeRow]):
             file.write(seal_lines(rows, self._key_digest()))
 
     def merge(self, order: Sequence[Name]) -> list[SomeRow] | None:
-        """Merges all parts into one file and returns the rows of ``order``; returns None while some are missing.
+        """Merges all parts into one file and returns its rows in ``order``; returns None while some are missing.
 
-        The file has the rows in that order, followed by rows of other prompts. Parts are deleted. Two processes may
-        merge at the same time, since they write identical files.
+        The file contains these rows in that order, followed by rows for other prompts. Parts are deleted. Two processes
+        may merge at the same time, since they write identical files.
         """
         files = self._existing_files()
         rows = self._read_rows(files)
@@ -217,7 +217,7 @@ class JsonlStore(Generic[SomeRow]):
         return asked
 
     def write_sidecar(self, key: Mapping[str, object], facts: Mapping[str, object]) -> None:
-        """Writes the sidecar: ``key`` and, once all rows exist, summary facts with the file's digest."""
+        """Writes the sidecar: ``key`` and, once all rows exist, a summary (``facts``) and the file's digest."""
         finished = {DIGEST: file_digest(self.path)} if facts else {}
         stored = read_sidecar(self.sidecar).get(KEY, identify(key))  # keeps the form that rows are sealed with
         write_atomically(
@@ -287,7 +287,7 @@ class ReplyStore:
         return len(self._replies)
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def open_for_writing(self) -> Iterator[None]:
         """Locks the store so that only this process can add replies.
 
         Reloads replies that other processes have written, and removes an incomplete last line.
@@ -306,9 +306,9 @@ class ReplyStore:
                 self._is_open = False
 
     def add(self, call: GradingCall, grader: Mapping[str, object], reply: GradingReply) -> None:
-        """Appends a reply and flushes it to the operating system, so that it survives the end of this process."""
+        """Appends a reply and flushes it to the operating system, so that it survives if this process is killed."""
         if not self._is_open:
-            raise RuntimeError(f"{self.path} is not open for writing: use `with store.writing()`")
+            raise RuntimeError(f"{self.path} is not open for writing: use `with store.open_for_writing()`")
         grader = identify(grader)
         key = call.key(grader)
         line = {

@@ -47,7 +47,7 @@ WORDS = "lm_eval.log"
 
 
 class _WarningCounter(logging.Handler):
-    """Counts a logger's warnings by their text, with numbers replaced."""
+    """Counts a logger's warnings by message, with digits masked."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -113,7 +113,7 @@ def _redirect_output(target: int) -> Iterator[None]:
 def load_task(name: str, include_path: Path | None) -> "tuple[TaskManager, dict[str, Task], list[object]]":
     """Loads a task, group or tag by name, from lm_eval or from the user's own folder.
 
-    Returns lm_eval's task manager, the tasks by name with their data, and the objects to pass to the evaluation.
+    Returns lm_eval's task manager, the tasks (with their data) by name, and the objects to pass to the evaluation.
 
     Raises:
         UserError: the name is unknown, or the task cannot be loaded, for example because its data are missing.
@@ -128,7 +128,7 @@ def load_task(name: str, include_path: Path | None) -> "tuple[TaskManager, dict[
 
 
 def _make_task_manager(name: str, include_path: Path | None) -> "TaskManager":
-    """Builds a task manager that knows ``name``, from the user's folder, lm_eval's folder ``name``, or all tasks."""
+    """Builds a task manager that covers ``name``: the user's folder, lm_eval's folder ``name``, or all tasks."""
     import lm_eval.tasks
 
     # Indexing all of lm_eval takes ten seconds, so try single folders first; their tasks must be self-contained.
@@ -150,7 +150,7 @@ def _make_task_manager(name: str, include_path: Path | None) -> "TaskManager":
 
 
 def _is_self_contained(name: str, manager: "TaskManager") -> bool:
-    """Returns whether the index has the task, or the group with all its members; False for tags (may span folders)."""
+    """Returns whether the index has the task, or the group and all its members; False for tags (may span folders)."""
     if name not in manager.all_groups:
         return name in manager.all_subtasks
     parts = (manager.task_index[name].cfg or {}).get("task", ())
@@ -170,13 +170,13 @@ def _describe_load_error(name: str, manager: "TaskManager", error: Exception) ->
     return (
         f"benchmark.tasks: the data set {path} of lm_eval's {name} is not in the cache and cannot be downloaded: "
         f'{words}. On a machine with network access, run python -c "import datasets; '
-        f'datasets.load_dataset({arguments})" and copy the cache of that machine (HF_HOME) here; or write a task that '
+        f'datasets.load_dataset({arguments})" and copy its cache (HF_HOME) to this one; or write a task that '
         "reads your own files and set benchmark.include_path to its folder"
     )
 
 
 def download_nltk_data(names: Sequence[str]) -> None:
-    """Downloads missing nltk tokenizer data up front; without them, a task fails only after its last answer.
+    """Downloads missing nltk tokenizer data up front, since a task that needs it would fail only after its last answer.
 
     Raises:
         UserError: the data cannot be downloaded.
@@ -209,8 +209,8 @@ class LmEvalTasks:
 
     ``include_path``: folder with custom tasks in lm_eval's format; Python functions of these tasks are executed.
     ``num_fewshot`` and ``max_gen_toks`` (new tokens per answer) override the tasks' own values. ``limit``: maximum
-    number of documents per task. ``nltk_data``: nltk data that the tasks need. The model is loaded as for training, in
-    ``model.dtype``. ``apply_chat_template``: wrap prompts in the model's chat format.
+    number of documents per task. ``nltk_data``: nltk data that the tasks need. The model is loaded as in training, in
+    ``model.dtype``. ``apply_chat_template``: whether to wrap prompts in the model's chat format.
     """
 
     tasks: tuple[str, ...] = ()
@@ -257,9 +257,9 @@ class LmEvalTasks:
         }
 
     def measure(self, subject: EvaluatedModel) -> UngradedResult:
-        """Runs all tasks; returns the scores with intervals of 1.96 standard errors, and one table row per metric.
+        """Runs all tasks; returns the scores with intervals of ±1.96 standard errors, and one table row per metric.
 
-        Finished tasks are saved in the evaluated model's folder, where a repeated command finds them.
+        Finished tasks are saved in the evaluated model's folder and reused when the command is rerun.
 
         Raises:
             UserError: a task is unknown, its data or packages are missing, or its answers are too long for the model.
@@ -313,7 +313,7 @@ class _TaskRunner:
         }
 
     def run_task(self, name: str) -> UngradedResult:
-        """Returns the scores of one task, group or tag; reads them from the folder if the task is already finished."""
+        """Returns the scores of one task, group or tag, reading them from the folder if they are already there."""
         path, key = self.subject.folder / f"task-{safe_filename(name)}.json", digest([name, self._key])
         kept = read_record(path)
         if kept is not None and kept.get("key") == key:
@@ -373,7 +373,7 @@ class _TaskRunner:
         return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.settings.batch_size)
 
     def _check_tasks(self, tasks: "Mapping[str, Task]", lm: "HFLM") -> None:
-        """Checks for problems that would otherwise show up only late in the evaluation.
+        """Checks for problems that would otherwise surface only late in the evaluation.
 
         Raises:
             UserError: a task runs generated code, needs images, or its answers are too long for the model.
@@ -391,7 +391,7 @@ class _TaskRunner:
             if int(asked) >= lm.max_length:
                 raise UserError(
                     f"benchmark.tasks: {name} asks for answers of up to {asked} tokens, but {self.subject.model.path} "
-                    f"has only {lm.max_length} positions for prompt and answer: set benchmark.max_gen_toks to less"
+                    f"has only {lm.max_length} positions for prompt and answer: lower benchmark.max_gen_toks"
                 )
 
 
@@ -402,8 +402,8 @@ class TaskMetric(TypedDict):
     """Value of one metric of a task or group, for answers passed through one filter (e.g. ``acc,none``).
 
     ``shots``: number of few-shot examples; ``data``: digest of the documents, None for a group. ``higher_is_better``:
-    the metric's direction as stated by the task; None if the task states none, or the tasks of a group state none in
-    common.
+    the metric's direction as stated by the task; None if the task states no direction, or if a group's tasks do not
+    state a common one.
     """
 
     task: str
@@ -419,7 +419,7 @@ class TaskMetric(TypedDict):
 
 
 def metric_to_score(figure: TaskMetric) -> BenchmarkScore:
-    """Converts a metric to a score with an interval of 1.96 standard errors."""
+    """Converts a metric to a score with an interval of ±1.96 standard errors."""
     name = ".".join(part for part in (figure["task"], figure["metric"], figure["filter"]) if part != NO_FILTER)
     value, half = figure["value"], None if figure["stderr"] is None else NORMAL * figure["stderr"]
     interval = None if half is None else (value - half, value + half)
@@ -427,11 +427,11 @@ def metric_to_score(figure: TaskMetric) -> BenchmarkScore:
 
 
 def make_task_result(name: str, results: "EvalResults", counts: Mapping[str, int]) -> UngradedResult:
-    """Builds a result with scores of a task, a whole group or each task of a tag, and table rows for every metric."""
+    """Builds a result with the scores of a task, a whole group or each task of a tag, and one table row per metric."""
     figures = list_metrics(results)
     whole = [figure for figure in figures if figure["task"] == name] or figures
     if not whole:
-        raise UserError(f"benchmark.tasks: {name} of lm_eval has no numeric metric")
+        raise UserError(f"benchmark.tasks: lm_eval's {name} has no numeric metric")
     left = sum(size["original"] - size["effective"] for size in results["n-samples"].values())
     limited = {"documents left out by benchmark.limit": left} if left else {}
     return UngradedResult(tuple(map(metric_to_score, whole)), {**counts, **limited}, tuple(figures))

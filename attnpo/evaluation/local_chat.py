@@ -1,7 +1,7 @@
-"""Local Hugging Face model as answering backend and grader; it grades with generated text or with label logits.
+"""Local Hugging Face models as answering backend or grader; graders use generated text or label logits.
 
 Calls with labels need one forward pass: ``judge.causal_judge.CausalJudge`` reads the log-probabilities of the two
-labels at the last prompt token. Other calls are generated in left-padded batches.
+labels at the last prompt token. Replies to other calls are generated in left-padded batches.
 """
 
 import logging
@@ -19,7 +19,7 @@ from attnpo.config.named_files import read_template
 from attnpo.evaluation.chat import (
     LENGTH,
     STOP,
-    Answerer,
+    ChatModel,
     ChatRequest,
     GradingCall,
     GradingFailure,
@@ -45,11 +45,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HFAnswering:
-    """Answering backend for a local model folder or a hub name.
+    """Answering backend for a model in a local folder or on the hub.
 
     A batch has at most ``batch_size`` prompts and ``token_budget`` tokens (padded prompts plus space for answers);
-    neither affects sampling. ``max_length``: maximum tokens of prompt and answer together (None: the model's number of
-    positions).
+    neither affects sampling. ``max_length``: maximum number of tokens in prompt and answer together (None: the model's
+    number of positions).
     """
 
     batch_size: int = field(default=BATCH_SIZE, metadata=BOOKKEEPING)
@@ -59,18 +59,18 @@ class HFAnswering:
     def __post_init__(self) -> None:
         check_at_least("answering", 1, **asdict(self))
 
-    def open(self, model: ModelSpec, device: torch.device) -> Answerer:
-        """Reads config and tokenizer; the weights are loaded onto ``device`` at the first request."""
+    def open(self, model: ModelSpec, device: torch.device) -> ChatModel:
+        """Reads config and tokenizer; the weights are loaded onto ``device`` on the first request."""
         from attnpo.models.generate import max_sequence_length
 
         spec, chat = describe_model(model)
         limit = max_sequence_length(spec.path, spec.revision, "answering.max_length", self.max_length)
-        return LocalAnswerer(self, spec, chat, limit, device)
+        return LocalChatModel(self, spec, chat, limit, device)
 
 
 @dataclass
-class LocalAnswerer:
-    """Local model that is loaded at the first request."""
+class LocalChatModel:
+    """Local chat model that is loaded on the first request."""
 
     settings: HFAnswering
     model: ModelSpec
@@ -127,8 +127,8 @@ def describe_model(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
     """Reads a model's specification (including its chat template) and its chat format; loads no weights.
 
     Raises:
-        UserError: the model cannot answer, because it has adapters to train or is a reward model, or its path is a run
-            folder.
+        UserError: the model cannot generate answers because it has adapters to train or is a reward model, or its path
+            is a run folder.
     """
     from transformers.utils import logging as quiet
 
@@ -138,7 +138,7 @@ def describe_model(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
     if model.lora is not None:
         raise UserError("model.lora is only for training: remove it (a run's best/ and last/ have merged adapters)")
     if model.reward:
-        raise UserError("model.reward=true is only for training: remove it, since a reward model cannot answer")
+        raise UserError("model.reward=true is only for training: remove it; a reward model cannot generate answers")
     folder = Path(model.path).expanduser()
     inside = [name for name in ("best", "last") if (folder / name / "config.json").is_file()]
     if inside and not (folder / "config.json").is_file():
@@ -176,12 +176,13 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True)
 class LocalGrader:
-    """Grader that runs a causal LM from a local folder or a hub name.
+    """Grader that runs a causal LM from a local folder or the hub.
 
-    ``chat_template``: Jinja text or path, for tokenizers without one. At most ``batch_size`` calls are taken at once,
-    and a forward pass or generation batch has at most ``token_budget`` tokens (but at least one call). ``max_length``:
-    maximum tokens of prompt and reply (None: the model's number of positions); longer prompts fail, and replies are
-    limited to the remaining space. ``accelerator=cpu`` keeps the model off the GPU.
+    ``chat_template``: Jinja text or path, for tokenizers without one. At most ``batch_size`` calls are processed at
+    once, and a forward pass or generation batch has at most ``token_budget`` tokens (but at least one call).
+    ``max_length``: maximum number of tokens in prompt and reply together (None: the model's number of positions);
+    longer prompts fail, and replies are limited to the remaining space. ``accelerator=cpu`` keeps the model off the
+    GPU.
 
     Label probabilities ignore a call's temperature. Generated replies are seeded by the call's prompt, round and
     repeat, and do not depend on the batch.
@@ -285,12 +286,12 @@ class LocalGrader:
     # ------------------------------------------------------------------------------------------ asking
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[Outcome]:
-        """Yields each call with its reply, taking and finishing ``batch_size`` calls at a time.
+        """Yields each call with its reply, processing ``batch_size`` calls at a time.
 
         Prompts that are too long or rejected by the chat template yield failures.
 
         Raises:
-            UserError: a label is not a single token of this model, so that every call would fail.
+            UserError: a label is not a single token for this model, so every call would fail.
         """
         waiting = iter(calls)
         while pulled := list(islice(waiting, self.batch_size)):
@@ -329,7 +330,7 @@ class LocalGrader:
         return ids
 
     def _read_labels(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
-        """Uses label logits to answer calls; calls with the same label tokens share forward passes."""
+        """Answers calls from label logits; calls with the same label tokens share forward passes."""
         for label_ids, group in _group_by(asked, lambda item: self._label_ids(item[0])):
             began = time.perf_counter()
             prompts = [ids for _, ids in group]
@@ -344,7 +345,7 @@ class LocalGrader:
     def _make_label_reply(
         self, labels: Sequence[str], label_ids: Sequence[int], reading: JudgeReading, tokens: int, seconds: float
     ) -> GradingReply:
-        """Builds a reply with the likelier label (the first in a tie); also lists a likelier token that is no label."""
+        """Builds a reply with the likelier label (the first if tied); also lists the top token if it is not a label."""
         assert reading.verdict_logps is not None and reading.verdict_token is not None
         first, second, most = (float(value) for value in reading.verdict_logps)
         logprobs = dict(zip(labels, (first, second), strict=True))
@@ -380,7 +381,7 @@ class LocalGrader:
                     yield call, GradingReply(answer.text, ended, None, len(ids), answer.tokens, seconds)
 
     def _reply_sampling(self, call: GradingCall, tokens: int) -> Sampling:
-        """Returns a call's sampling settings, with the reply limited to the space left by a prompt of ``tokens``."""
+        """Returns a call's sampling settings, limiting the reply to the space left by a prompt of ``tokens`` tokens."""
         asked = Sampling(
             max_new_tokens=call.max_tokens, temperature=call.temperature, top_p=call.top_p, seed=call.round
         )
@@ -389,8 +390,8 @@ class LocalGrader:
         if not self._has_warned:
             self._has_warned.append(True)
             log.warning(
-                "grader: some prompts leave less space within the %d tokens of %s than the benchmark allows for "
-                "replies: replies to them may be cut (finish_reason=length)",
+                "grader: some prompts are so long that the %d-token limit of %s leaves less room for a reply than the "
+                "benchmark allows: replies may be truncated (finish_reason=length)",
                 *(self._limit, self.path),
             )
         room = self._limit - tokens
@@ -432,7 +433,7 @@ class LocalGrader:
         except RefusedText as problem:
             log.debug("the grader's chat template rejects system turns: %s", problem)
         log.warning(
-            "grader: the chat template of %s has no system turn: system text is put before the first user turn",
+            "grader: the chat template of %s has no system turn, so system text is prepended to the first user turn",
             self.path,
         )
         return read_chat(self.path, self.revision, self.chat_template, "grader", fold_system=True)

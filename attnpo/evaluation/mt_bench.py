@@ -3,9 +3,9 @@
 The protocol follows FastChat 0e6d3e4, fastchat/llm_judge: single-answer grading, with reference answers for math,
 reasoning and coding. Questions, judge prompts and references are read from a checkout.
 
-Differences from FastChat: references are selected by file, not by the judge's name; every call is judged once, whereas
-a resumed FastChat run may append a second judgment and count both; a rating written as "07" is 7, whereas FastChat
-crashes.
+Differences from FastChat: references are selected by file, not by the judge's name; each call is judged once, whereas a
+resumed FastChat run may append a second judgment and count both; a rating written as "07" is read as 7, whereas
+FastChat crashes.
 """
 
 import re
@@ -56,7 +56,7 @@ CUT = "judgments cut at the judge's token limit"
 
 
 def parse_rating(text: str) -> float | None:
-    """Returns the first number in double brackets, or else the first in single brackets; None if there is neither."""
+    """Returns the first number in double brackets, or else the first in single brackets; None if neither occurs."""
     for pattern in _RATINGS:
         found = pattern.search(text)
         if found is not None:
@@ -158,7 +158,7 @@ class MTBench:
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
         """Returns mean ratings over all valid judgments, for the questions that have an answer.
 
-        Judgments are averaged directly, without averaging per question first; repeated gradings count too.
+        Judgments are averaged directly, without averaging per question first; repeated gradings are included.
         """
         return grade_ratings(select_answered(self.questions(), answers), tuple(self.temperatures), replies)
 
@@ -212,7 +212,7 @@ def _read_checkout(benchmark: MTBench) -> MTBenchFiles:
     for name, row in rows.items():
         if row["category"] not in benchmark.temperatures:
             known = ", ".join(benchmark.temperatures)
-            problem = f"has question {name} of category {row['category']}; benchmark.temperatures only has {known}"
+            problem = f"has question {name} in category {row['category']}; benchmark.temperatures only has {known}"
             checkout.fail(QUESTIONS, problem)
         if len(row["turns"]) != len(TURNS):
             checkout.fail(QUESTIONS, f"has {len(row['turns'])} turns for question {name}, expected {len(TURNS)}")

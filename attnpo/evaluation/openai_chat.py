@@ -15,7 +15,7 @@ import torch
 
 from attnpo.evaluation.chat import (
     LENGTH,
-    Answerer,
+    ChatModel,
     ChatRequest,
     GradingCall,
     GradingFailure,
@@ -69,7 +69,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class _FailedRequest:
-    """Error of a request that failed after all retries; ``status`` is 0 unless the server returned an HTTP error."""
+    """Error for a request that failed after all retries; ``status`` is 0 unless the server returned an HTTP error."""
 
     text: str
     status: int = 0
@@ -83,9 +83,9 @@ class _FailedRequest:
 
 @dataclass(frozen=True)
 class _Endpoint:
-    """Connection settings of a server; ``part`` is the config node of these settings (answering, grader), for messages.
+    """Connection settings for a server; ``part`` is their config node (answering or grader), for messages.
 
-    ``key_variable``: environment variable with the API key; None sends no key.
+    ``key_variable``: environment variable with the API key; if None, no key is sent.
     """
 
     part: str
@@ -107,7 +107,7 @@ class _Endpoint:
         """Sends one request per item; yields (item, completion or error, seconds taken) in order of arrival.
 
         Raises:
-            UserError: the server rejects the key, the model or the account, so that every request would fail.
+            UserError: the server rejects the key, the model or the account, so every request would fail.
         """
         key = os.environ.get(self.key_variable or "") or NO_KEY
         client = open_client(self.address, key, self.timeout, self.retries, self.concurrency)
@@ -133,7 +133,7 @@ class _Endpoint:
                 log.info(text, self.display_address, len(retried), sum(retried))
 
     def _raise_if_permanent(self, client: "OpenAI", problem: _FailedRequest) -> None:
-        """Checks for errors that every request would meet.
+        """Raises an error if every other request would fail in the same way.
 
         Raises:
             UserError: the key, the model's name or the account is rejected; the message says what to do.
@@ -153,11 +153,11 @@ class _Endpoint:
                 served = "it serves " + ", ".join(model.id for model in client.models.list().data)
             raise UserError(
                 f"{self.display_address} does not serve {self.part}.model={self.model} ({problem.text}): {served}; or "
-                f"{self.part}.base_url has the wrong ending (usually /v1)"
+                f"{self.part}.base_url has the wrong path (it usually ends in /v1)"
             )
         if problem.code == OUT_OF_CREDIT:
             raise UserError(
-                f"{self.display_address}: the account{f' of the key in {variable}' if variable else ''} is out of "
+                f"{self.display_address}: the account{f' for the key in {variable}' if variable else ''} is out of "
                 f"credit ({problem.text}). All replies so far are stored: add credit and run the same command again"
             )
 
@@ -207,8 +207,8 @@ class OpenAIAnswering:
     ``key_variable``: environment variable with the API key (None: no key). Up to ``concurrency`` requests run at a
     time; each may take ``timeout`` seconds and is retried up to ``retries`` times with back-off. ``extensions``: also
     send options that vLLM accepts but OpenAI rejects: top_k, stop_token_ids, and neutral values for options that a
-    folder's generation config would otherwise set. ``max_length``: maximum tokens of prompt and answer (None: the
-    model's number of positions, or the server's limit).
+    folder's generation config would otherwise set. ``max_length``: maximum number of tokens in prompt and answer (None:
+    the model's number of positions, or the server's limit).
     """
 
     base_url: str = field(metadata=BOOKKEEPING)
@@ -225,11 +225,10 @@ class OpenAIAnswering:
         check_at_least("answering", 0, retries=self.retries)
         if not self.base_url.startswith(("http://", "https://")):
             raise UserError(
-                f"answering.base_url={self.base_url} is not the address of a server; expected for example "
-                "http://localhost:8000/v1"
+                f"answering.base_url={self.base_url} is not a server address; expected e.g. http://localhost:8000/v1"
             )
 
-    def open(self, model: ModelSpec, device: torch.device) -> Answerer:
+    def open(self, model: ModelSpec, device: torch.device) -> ChatModel:
         """Reads the model's folder if ``model.path`` is a local folder, without contacting the server.
 
         Raises:
@@ -244,11 +243,11 @@ class OpenAIAnswering:
                 "serve a folder whose template folds the system turn (exports of runs with this option do)"
             )
         if not Path(model.path).expanduser().is_dir():
-            log.info("%s is not a local folder: the weights are identified by the name on the server", model.path)
-            return ServedAnswerer(self, model, None, self.max_length)
+            log.info("%s is not a local folder, so the weights are identified by the name on the server", model.path)
+            return ServedChatModel(self, model, None, self.max_length)
         spec, chat = describe_model(model)
         limit = max_sequence_length(spec.path, spec.revision, "answering.max_length", self.max_length)
-        return ServedAnswerer(self, spec, chat, limit)
+        return ServedChatModel(self, spec, chat, limit)
 
     def endpoint(self, model: str) -> _Endpoint:
         """Returns the connection settings for ``model``."""
@@ -258,8 +257,8 @@ class OpenAIAnswering:
 
 
 @dataclass
-class ServedAnswerer:
-    """Model on a server; ``chat`` is None unless ``model.path`` is a local folder."""
+class ServedChatModel:
+    """Chat model on a server; ``chat`` is None unless ``model.path`` is a local folder."""
 
     settings: OpenAIAnswering
     model: ModelSpec
@@ -277,7 +276,7 @@ class ServedAnswerer:
         return f"{self.name} (the server's usage)"
 
     def key(self) -> dict[str, object]:
-        """Returns fingerprints of the local folder's weights and chat format, or the name on the server; no address."""
+        """Returns fingerprints of the local weights and chat format, or the model's name on the server."""
         from attnpo.models.loading import weights_fingerprint
 
         if self.chat is None:
@@ -293,8 +292,8 @@ class ServedAnswerer:
     def parameters(self, one: ChatRequest, sampling: Sampling) -> dict[str, object]:
         """Builds the body of a request.
 
-        The seed is derived from the sampling seed, the conversation and the draw. With a common seed, a server would
-        use the same random numbers for all answers, which would correlate the answers.
+        The seed is derived from the sampling seed, the conversation and the draw. With a shared seed, a server would
+        use the same random numbers for all answers, which would make them correlated.
 
         Raises:
             UserError: a setting can only be sent with ``extensions``.
@@ -367,7 +366,7 @@ class ServedAnswerer:
             raise UserError(
                 f"the server at answering.base_url={redact(self.settings.base_url)} did not answer {len(problems)} of "
                 f"{done} conversations{rest}. First error: {problems[0]}. All answers so far are stored: run the "
-                "command again"
+                "command again to continue"
             )
 
     def _make_refused_reply(self, problem: _FailedRequest) -> Reply:
@@ -508,7 +507,7 @@ class OpenAIGrader:
     def _make_reply(
         self, call: GradingCall, found: Completion | _FailedRequest, seconds: float
     ) -> GradingReply | GradingFailure:
-        """Converts a completion or an error to the reply of a call.
+        """Converts a completion or an error to the call's reply.
 
         Raises:
             UserError: the server does not return log-probabilities, which every call would need.
@@ -556,6 +555,7 @@ def _load_vocabulary(model: str) -> "tiktoken.Encoding | None":
         return tiktoken.encoding_for_model(model)
     except (ImportError, KeyError, OSError, ValueError) as problem:
         log.info(
-            "no vocabulary for grader.model=%s (%s): using an upper bound instead of input token counts", model, problem
+            "cannot load a vocabulary for grader.model=%s (%s): using an upper bound instead of input token counts",
+            *(model, problem),
         )
         return None

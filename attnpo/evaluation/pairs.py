@@ -1,7 +1,7 @@
 """Implements ``attnpo.pair``: scores the answers to each prompt and builds preference pairs from them.
 
 Output: ``pairs.jsonl``; ``pairs.json`` with all settings and counts of prompts; ``pairs.scores.jsonl`` with one score
-per answer; and the judge's replies in ``grades``. A repeated command continues from the scores.
+per answer; and the judge's replies in ``grades``. Rerunning the command continues from the scores.
 """
 
 import json
@@ -53,14 +53,14 @@ class AnswerSet:
 
 
 class ScoreRow(KeyedRow):
-    """Score of an answer (higher is better); None with a ``reason`` if the answer has no score."""
+    """Score of an answer (higher is better); if it could not be scored, ``score`` is None and ``reason`` says why."""
 
     score: float | None
     reason: NotRequired[str]
 
 
 def score_rows(found: AnswerSet, scores: Sequence[float]) -> list[ScoreRow]:
-    """Returns one row per answer of a set, with its score."""
+    """Returns one row per answer in a set, with its score."""
     return [ScoreRow(id=found.id, draw=one.draw, score=at) for one, at in zip(found.answers, scores, strict=True)]
 
 
@@ -78,16 +78,17 @@ class Ranker(Protocol):
         """Returns the ranker's name as stored with every pair: its kind, and its model or column."""
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
-        """Returns everything that can change the scores of ``sets``, apart from the texts in them.
+        """Returns everything that affects the scores of ``sets``, apart from their text.
 
         Raises:
             UserError: the ranker cannot work with these settings.
         """
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
-        """Yields the score rows of each set once complete, so that they can be written before the next ones arrive.
+        """Yields each set's score rows once they are complete, so that they can be written before the next set's.
 
-        ``folder``: where the ranker may store files. Sets that a repeated command might still score are left out.
+        ``folder``: where the ranker may store files. Sets that could still be scored by rerunning the command are
+        omitted.
         """
 
 
@@ -132,8 +133,8 @@ class AnswerSource:
     """Source of answers (config node ``answers``) with one answer per row, e.g. the output of ``attnpo.generate``.
 
     ``path``: file, folder with one file per ``split``, or hub data set; ``rows`` selects rows. ``prompt``, ``answer``
-    and ``id``: column names; without an ``id`` column, prompts are identified by a digest. ``keep_cut=false`` leaves
-    out answers that were cut at the token limit (``finish_reason`` length).
+    and ``id``: column names; without an ``id`` column, prompts are identified by a digest. ``keep_cut=false`` skips
+    answers that were truncated at the token limit (``finish_reason`` length).
     """
 
     path: str
@@ -200,8 +201,8 @@ class AnswerSource:
                 continue
             if prompts.setdefault(prompt.id, prompt) != prompt:
                 raise UserError(
-                    f"answers.path={self.path}: row {read - 1} has the {self.id} {prompt.id!r} of another prompt; use "
-                    "another column: answers.id=COLUMN"
+                    f"answers.path={self.path}: row {read - 1} has the same {self.id} {prompt.id!r} as a different "
+                    "prompt; use another column: answers.id=COLUMN"
                 )
             some = answers.setdefault(prompt.id, [])
             text = row.get(self.answer)
@@ -241,7 +242,7 @@ class AnswerSource:
 
 
 class PairSelection(Enum):
-    """Pairs to build for each prompt: best and worst, best and every other answer, or all combinations."""
+    """Pairs to build for each prompt: best and worst answer, best and each other answer, or all combinations."""
 
     BEST_WORST = "best_worst"
     BEST_REST = "best_rest"
@@ -277,7 +278,7 @@ class PairConfig(RootConfig):
 
     @property
     def dry_run(self) -> bool:
-        """Returns whether the ranker only estimates its cost (``limits.dry_run``, if it has limits)."""
+        """Returns whether the ranker only estimates its cost (``limits.dry_run``; False for rankers without limits)."""
         return getattr(getattr(self.ranker, "limits", None), "dry_run", False) is True
 
     def path(self) -> Path:
@@ -322,7 +323,7 @@ def make_pairs(cfg: PairConfig) -> Path | None:
         wanted = [(one.id, answer.draw) for one in found.sets for answer in one.answers]
         share = found.sets[file.rank :: file.processes]
         lacking = [one for one in share if any((one.id, answer.draw) not in have for answer in one.answers)]
-        log.info("%d prompts to rank by %s, %d of them in this process", len(found.sets), ranker.name, len(lacking))
+        log.info("ranking %d prompts by %s, %d of them in this process", len(found.sets), ranker.name, len(lacking))
         done = 0
         if lacking:
             for some in ranker.scores(lacking, inference_device(cfg.trainer.get("accelerator", "auto")), path.parent):
@@ -341,7 +342,7 @@ def make_pairs(cfg: PairConfig) -> Path | None:
                 *(len(lacking) - done, len(lacking)),
             )
         else:
-            log.info("this process has finished its share; the last process writes %s", path)
+            log.info("this process has finished its share; the last one to finish writes %s", path)
         return None
 
 
@@ -383,14 +384,14 @@ def _write_pairs(
         "versions": package_versions(),
     }
     write_atomically(path.with_suffix(".json"), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-    log.info("%d pairs from %d prompts in %s, ranked by %s; %s", len(pairs), found.prompts, path, ranker, reasons)
+    log.info("built %d pairs from %d prompts in %s, ranked by %s; %s", len(pairs), found.prompts, path, ranker, reasons)
     return path
 
 
 def build_pairs(
     found: AnswerSet, scores: Mapping[int, ScoreRow], rules: PairRules, ranker: str, counts: Counter[str]
 ) -> list[dict[str, object]]:
-    """Builds one prompt's pairs, in the format that ``data.path`` reads, with the widest gap first.
+    """Builds one prompt's pairs, in the format that ``data.path`` reads, sorted by decreasing score gap.
 
     Updates ``counts``.
     """

@@ -34,7 +34,7 @@ TIES = "ties"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two answers to one question: the model's, and a rival such as the baseline's."""
+    """Two answers to one question: the model's and a competing one, e.g. the baseline's."""
 
     item: str
     question: str
@@ -46,7 +46,7 @@ class Comparison:
 class PairwiseRules:
     """Rules for presenting two answers to the judge and reading the judge's verdicts.
 
-    ``template_file``: file with a template that contains {question}, {answer_a} and {answer_b}. ``labels``: labels of
+    ``template_file``: file with a template that contains {question}, {answer_a} and {answer_b}. ``labels``: labels for
     the first and the second answer. ``strip``: remove leading and trailing whitespace from answers. ``top_logprobs``:
     number of most likely tokens to request from a served judge; a label that is not among them has probability 0.
 
@@ -73,7 +73,7 @@ class PairwiseRules:
         return JudgeTemplate.from_file(find_file(self.template_file, "benchmark.pairwise.template_file"))
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns everything that can change calls or preferences, apart from the answers."""
+        """Returns everything that affects calls or preferences, apart from the answers."""
         return {"template": digest(self.template.text), "labels": list(self.labels), "strip": self.strip}
 
     def grading_calls(self, benchmark: str, round_: int, comparisons: Iterable[Comparison]) -> list[GradingCall]:
@@ -115,8 +115,8 @@ class PairwiseRules:
     def _label_preference(self, reply: GradingReply | None, counts: Counter[str]) -> float | None:
         """Returns P(first) - P(second) for the answers in the order shown, from -1 to 1; None without a verdict.
 
-        The probabilities are normalized over the two labels. Swapping the labels flips the sign, so that the result
-        over both orders does not depend on which answer is treated as the model's.
+        The probabilities are normalized over the two labels. Swapping the labels flips the sign, so the result over
+        both orders does not depend on which answer is treated as the model's.
         """
         if reply is None:
             counts[MISSING] += 1
@@ -173,7 +173,7 @@ class Preferences:
 
 @runtime_checkable
 class BaselineBenchmark(Benchmark, Protocol):
-    """Benchmark of single-turn questions with a baseline answer to each."""
+    """Benchmark with single-turn questions and a baseline answer to each."""
 
     def baseline_answers(self) -> Mapping[str, str]:
         """Returns the baseline's answer to each question, by question id."""

@@ -1,4 +1,4 @@
-"""Rankers that score answers: a judge with pairwise comparisons, a reward model, or a column of the data."""
+"""Rankers that score answers: a judge with pairwise comparisons, a reward model, or a data column."""
 
 import logging
 import math
@@ -36,8 +36,8 @@ class JudgeRanker:
     """Ranker that compares all pairs of answers in both orders; an answer's score is its mean win probability.
 
     Probabilities come from the two labels (see ``evaluation.pairwise``). K answers need K (K - 1) judge calls. Replies
-    are stored as they arrive and never requested twice. A prompt is left unranked if any comparison lacks a verdict. A
-    repeated command retries failed calls; with ``give_up`` they count as missing verdicts instead. With several
+    are stored as they arrive and never requested twice. A prompt is left unranked if any comparison lacks a verdict.
+    Rerunning the command retries failed calls; with ``give_up``, they count as missing verdicts instead. With several
     processes, ``limits`` apply to each process.
     """
 
@@ -64,7 +64,7 @@ class JudgeRanker:
         return {"kind": "judge", "grader": self.grader.identity(), "pairwise": self.pairwise.fingerprint()}
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
-        """Yields scores of sets whose comparisons are all answered; a dry run only logs a cost estimate."""
+        """Yields scores for sets whose comparisons all have replies; a dry run only logs a cost estimate."""
         from attnpo.evaluation.jsonl_store import ReplyStore
         from attnpo.evaluation.session import ask_all
 
@@ -88,7 +88,7 @@ class JudgeRanker:
             items = [item.item for one in ready for item in list_comparisons(one)]
             verdicts = self.pairwise.preferences(items, found.replies)
             reasons = "; ".join(f"{what}: {count}" for what, count in verdicts.counts.items())
-            log.info("%d comparisons in both orders%s", len(items), f"; {reasons}" if reasons else "")
+            log.info("compared %d pairs of answers in both orders%s", len(items), f"; {reasons}" if reasons else "")
             chances = dict(zip(verdicts.items, verdicts.values.tolist(), strict=True))
             yield [row for one in ready for row in _score_by_win_rate(one, chances)]
 
@@ -97,7 +97,7 @@ class JudgeRanker:
 
 
 def list_comparisons(found: AnswerSet) -> list[Comparison]:
-    """Returns one comparison for every two answers of a set."""
+    """Returns one comparison for each pair of answers in a set."""
     question = question_text(found.prompt)
     return [
         Comparison(f"{found.id}/{one.draw}-{other.draw}", question, one.text, other.text)
@@ -201,7 +201,7 @@ class RewardRanker:
 
 @dataclass(frozen=True)
 class ColumnRanker:
-    """Ranker that reads scores from a data column; a prompt is left unranked if an answer has no number in it."""
+    """Ranker that reads scores from a data column; a prompt is left unranked if any answer has none."""
 
     column: str
     higher_is_better: bool = True
@@ -229,7 +229,7 @@ class ColumnRanker:
         }
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
-        """Yields the column's numbers, negated if lower is better."""
+        """Yields the column's values, negated if lower is better."""
         sign = 1.0 if self.higher_is_better else -1.0
         rows: list[ScoreRow] = []
         for one in sets:

@@ -18,7 +18,7 @@ RESULT = "evaluation.json"
 
 @dataclass(frozen=True)
 class AnswerLengths:
-    """Mean answer length (all turns) over questions and rounds, and the share of answers cut at the token limit."""
+    """Mean answer length (all turns) over questions and rounds, and share of answers truncated at the token limit."""
 
     tokens: float
     characters: float
@@ -30,8 +30,8 @@ class AnswerLengths:
 class EvaluationResult:
     """Result of one model on one benchmark. ``label``: the model's name in tables; ``main``: name of the main score.
 
-    ``key``: all settings and digests that determine the numbers. ``counts``: number of missing or replaced verdicts,
-    by reason. ``cost``: calls, input_tokens, output_tokens, dollars, seconds.
+    ``key``: all settings and digests that determine the scores. ``counts``: number of missing or replaced verdicts, by
+    reason. ``cost``: calls, input_tokens, output_tokens, dollars, seconds.
     """
 
     label: str
@@ -120,7 +120,7 @@ def _score_row(score: BenchmarkScore) -> list[Cell]:
 
 
 def rounds_text(score: BenchmarkScore, digits: int) -> str:
-    """Formats both half widths over rounds as ``± 1.57 (t 3.45)``, the second by Student's t; empty for one round."""
+    """Formats both half widths over rounds as ``± 1.57 (t 3.45)``, the second from Student's t; empty for one round."""
     normal, student = half_widths(score.rounds)
     if normal is None or student is None:
         return ""

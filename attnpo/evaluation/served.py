@@ -38,10 +38,10 @@ _P = ParamSpec("_P")
 class Completion:
     """Parsed server reply to one request.
 
-    ``missing``: reason why there is no text; None if there is text, or if the model wrote an empty string. ``escaped``:
-    True if lone surrogates were replaced with escape sequences. Token counts are None if the server reports no valid
-    ones. ``logprobs``: log-probabilities of the most likely first tokens; None if there are none or they were not
-    requested.
+    ``missing``: reason why there is no text; None if there is text, or if the model generated an empty string.
+    ``escaped``: True if lone surrogates were replaced with escape sequences. Token counts are None if the server
+    reports no valid ones. ``logprobs``: log-probabilities of the most likely first tokens; None if there are none or
+    they were not requested.
     """
 
     text: str
@@ -55,7 +55,7 @@ class Completion:
 
 
 def open_client(base_url: str, key: str, timeout: float, retries: int, connections: int) -> "openai.OpenAI":
-    """Opens a client that retries up to ``retries`` times and ends each attempt after ``timeout`` seconds in total."""
+    """Opens a client that retries up to ``retries`` times and aborts each attempt after ``timeout`` seconds."""
     import openai
     from httpx2 import Limits
 
@@ -122,7 +122,7 @@ def read_completion(response: "httpx2.Response", logprobs: bool = False) -> Comp
             # Keeps the most likely of tokens with the same text.
             likely.setdefault(escape_surrogates(entry["token"]), entry["logprob"])
     except (LookupError, TypeError, AttributeError) as problem:
-        raise ValueError(f"the reply's logprobs must be strings with numbers, got {shorten(choice)}") from problem
+        raise ValueError(f"the reply's logprobs must pair strings with numbers, got {shorten(choice)}") from problem
     return Completion(
         text=escape_surrogates(given),
         finish_reason=finish_reason,
@@ -136,7 +136,7 @@ def read_completion(response: "httpx2.Response", logprobs: bool = False) -> Comp
 
 
 def _explain_missing_text(message: Mapping[str, Json], finish_reason: str) -> str | None:
-    """Returns the reason why a message has no text; None if the model wrote an empty string."""
+    """Returns the reason why a message has no text; None if the model generated an empty string."""
     if message.get("refusal"):
         return REFUSED
     if message.get("tool_calls") or message.get("function_call"):
@@ -158,7 +158,7 @@ def _check_text(name: str, value: Json) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"the reply's {name} must be text, got {shorten(value)}")
+        raise ValueError(f"the reply's {name} must be a string, got {shorten(value)}")
     return value
 
 

@@ -25,7 +25,7 @@ class GradingLimits:
     """Limits on grading; None means no limit.
 
     ``max_cost`` (dollars) and ``max_calls`` apply to all replies in an evaluation's folder, including those of earlier
-    commands, so repeating a command does not raise them. Charges for requests without a reply (timeouts) are unknown
+    commands, so rerunning a command does not reset them. Charges for requests without a reply (timeouts) are unknown
     and not counted. ``max_failed``: number of consecutive failures after which the command stops. ``dry_run``: only
     estimate the cost. ``max_items``: use only the first questions of a benchmark; applied where calls are built.
     """
@@ -41,7 +41,7 @@ class GradingLimits:
         check_at_least("limits", 1, max_items=self.max_items)
 
     def check_price(self, grader: Grader) -> None:
-        """Checks that a limit in dollars comes with a known token price.
+        """Checks that the token price is known if there is a limit in dollars.
 
         Raises:
             UserError: ``max_cost`` is set and the grader's price is unknown.
@@ -85,7 +85,7 @@ class CostEstimate:
     method: str
 
     def describe_cost(self) -> str:
-        """Returns tokens and dollars of the remaining calls as text."""
+        """Describes the token counts and the cost in dollars of the remaining calls."""
         cost = "token price unknown" if self.dollars is None else f"at most {format_dollars(self.dollars)}"
         return (
             f"{self.input_tokens:,} input tokens ({self.method}), at most {self.most_output_tokens:,} output tokens "
@@ -127,10 +127,10 @@ class SessionResult:
         return not self.failures and not self.left
 
     def cost(self, price: Price) -> dict[str, float]:
-        """Sums up all replies, stored ones included: calls, tokens, dollars (if the price is known), seconds.
+        """Returns totals over all replies, stored and new: calls, tokens, dollars (if the price is known), seconds.
 
-        ``estimated_calls``: number of replies without token counts, if any; these count with the amount reserved for
-        the call.
+        ``estimated_calls``: number of replies without token counts, if any; each counts as the amount reserved for its
+        call.
         """
         given = self.replies.values()
         tokens = sum(reply.input_tokens for reply in given), sum(reply.output_tokens for reply in given)
@@ -157,13 +157,12 @@ def ask_all(
 ) -> SessionResult:
     """Collects the replies to ``calls``: reads stored ones, sends the others, and stores replies as they arrive.
 
-    Equal calls are sent once. When a limit is reached, the session stops and logs what is left. An interruption leaves
-    the store intact.
+    Identical calls are sent once. When a limit is reached, the session stops and logs what remains. An interruption
+    leaves the store intact.
 
     Raises:
         UserError: more than ``limits.max_failed`` consecutive calls failed, ``max_cost`` is set without a known price,
-            another process is writing to the store, or the grader reports a permanent error (a wrong key, an unknown
-            model).
+            another process is writing to the store, or the grader reports a permanent error (wrong key, unknown model).
     """
     limits = limits or GradingLimits()
     limits.check_price(grader)
@@ -173,7 +172,7 @@ def ask_all(
         log.info("limits.dry_run: %s", ahead)
         left = tuple(call for call in wanted if call not in stored)
         return SessionResult(stored, left=left, stopped="limits.dry_run", ahead=ahead)
-    with store.writing():
+    with store.open_for_writing():
         return _Session(wanted, grader, store, limits).run()
 
 
@@ -202,7 +201,7 @@ class _Session:
         self.began = self.logged = time.monotonic()
 
     def run(self) -> SessionResult:
-        """Sends calls until none is left or the next exceeds a limit."""
+        """Sends calls until none is left or the next one would exceed a limit."""
         spent, replied = self.spent, self.replied
         if self.todo:
             log.info("%s", _make_estimate(self.counted, len(self.wanted), self.price))
@@ -249,7 +248,7 @@ class _Session:
         return None
 
     def _record_outcome(self, call: GradingCall, found: GradingReply | GradingFailure) -> None:
-        """Stores the reply or failure of a call; a reply without token counts gets the amount reserved for it.
+        """Stores the reply or failure of a call; a reply without token counts is charged the amount reserved for it.
 
         Raises:
             UserError: too many consecutive calls failed.
@@ -287,7 +286,7 @@ class _Session:
         if model not in ("", own, *self.models):
             self.models.add(model)
             log.warning(
-                "grader.model=%s is answered by %s: grades from different model versions are not comparable", own, model
+                "grader.model=%s is served by %s: grades from different model versions are not comparable", own, model
             )
 
     def _log_progress(self, seconds: float) -> None:
@@ -313,7 +312,7 @@ class _Session:
         estimated = sum(reply.estimated for reply in asked.replies.values())
         if estimated:
             log.warning(
-                "%d of %d replies have no token counts (usage): their cost is an upper estimate from input counts and "
+                "%d of %d replies have no token counts (usage): their cost is an upper bound from input counts and "
                 "maximum output",
                 *(estimated, len(asked.replies)),
             )

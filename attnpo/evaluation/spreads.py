@@ -1,4 +1,4 @@
-"""Three spreads of a score: over questions, over rounds of generation, and from grading the same answers again."""
+"""Three kinds of spread of a score: over questions, over rounds of generation, and from regrading the same answers."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -61,9 +61,9 @@ def question_interval(name: str, rounds: Sequence[RoundScores], seed: int = 0) -
     """Returns the 95 % interval over questions of a score's mean over rounds; None if its variation is unknown.
 
     Uses bootstrap percentiles, resampling questions together with their values from all rounds (arena-hard-auto
-    resamples rows, which gives too narrow an interval if a question has several). If the library that defines the score
-    reports a standard error instead (``RoundScores.errors``), the half width is 1.96 times the mean error, since rounds
-    share their questions.
+    resamples rows, which makes the interval too narrow if a question has several). If the library that defines the
+    score reports a standard error instead (``RoundScores.errors``), the half width is 1.96 times the mean error, since
+    rounds share their questions.
     """
     if any(name not in graded.values for graded in rounds):
         errors = [graded.errors[name] for graded in rounds if name in graded.errors]
@@ -142,7 +142,7 @@ def make_regrader(
     again: Replies,
     grade: Callable[[Mapping[str, ModelAnswer], Replies], RoundScores],
 ) -> Callable[[frozenset[str]], RoundScores]:
-    """Builds a function that grades given questions with their second replies, and all others with their first."""
+    """Builds a function that grades the given questions by their second replies, and all others by their first."""
     second = {(call.item, call.part): reply for call, reply in again.items()}
 
     def regrade(questions: frozenset[str]) -> RoundScores:

@@ -141,7 +141,7 @@ def test_a_grade_that_does_not_fit_leaves_those_before(tmp_path: Path, capsys: p
 
     def grade(cfg: object) -> int:
         store = ReplyStore(tmp_path)
-        with store.writing():
+        with store.open_for_writing():
             store.add(call, {"model": "m"}, GradingReply("5"))
             store.add(call, {"model": "n"}, GradingReply("6" * 5000))
         return 0
@@ -150,7 +150,7 @@ def test_a_grade_that_does_not_fit_leaves_those_before(tmp_path: Path, capsys: p
         assert run_entry(grade, "generate", ["model.path=m", "data.path=d"], "", "") == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {tmp_path / 'grades.jsonl'} cannot be written: ") and KEPT in said
-    with ReplyStore(tmp_path).writing():
+    with ReplyStore(tmp_path).open_for_writing():
         pass  # removes the half line
     assert len(ReplyStore(tmp_path)) == 1
 

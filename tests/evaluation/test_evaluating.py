@@ -19,9 +19,9 @@ from attnpo.evaluation.base import (
     RoundScores,
     UngradedResult,
 )
-from attnpo.evaluation.chat import Answerer, ChatRequest, GradingCall, GradingFailure, GradingReply, Price, Reply
+from attnpo.evaluation.chat import ChatModel, ChatRequest, GradingCall, GradingFailure, GradingReply, Price, Reply
 from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
-from attnpo.evaluation.evaluating import LEFT_OUT, UNANSWERED, evaluate, questions_to_regrade
+from attnpo.evaluation.evaluating import LEFT_OUT, UNANSWERED, evaluate, select_questions_to_regrade
 from attnpo.evaluation.result import RESULT, read_result
 from attnpo.evaluation.session import GradingLimits
 from attnpo.models.spec import ModelSpec
@@ -81,7 +81,7 @@ class Echo:
 
     word: str = "answer"
 
-    def open(self, model: ModelSpec, device: torch.device) -> Answerer:
+    def open(self, model: ModelSpec, device: torch.device) -> ChatModel:
         return EchoAnswerer(self.word)
 
 
@@ -158,7 +158,7 @@ def test_a_repeated_command_asks_nothing_and_a_lost_result_comes_from_the_store(
 def test_a_page_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     for name in ("report.html", "evaluation.md"):
         (tmp_path / name).write_text("mine", encoding="utf-8")
-        with pytest.raises(UserError, match=f"contains {name}, which no evaluation wrote"):
+        with pytest.raises(UserError, match=f"contains {name}, which was not written by an evaluation"):
             evaluate(config(tmp_path, mark))
         assert (tmp_path / name).read_text(encoding="utf-8") == "mine"
         (tmp_path / name).unlink()
@@ -236,9 +236,9 @@ def test_greedy_answers_are_made_once_and_graded_in_every_round(tmp_path: Path) 
 
 def test_questions_graded_twice_are_others_in_each_round() -> None:
     names = [f"q{number}" for number in range(100)]
-    drawn = [questions_to_regrade(names, 10, round_) for round_ in range(3)]
+    drawn = [select_questions_to_regrade(names, 10, round_) for round_ in range(3)]
     assert all(len(one) == 10 for one in drawn) and drawn[0] != drawn[1] != drawn[2]
-    assert drawn[0] == questions_to_regrade(names[::-1], 10, 0)
+    assert drawn[0] == select_questions_to_regrade(names[::-1], 10, 0)
     rules = GradingRules()
     assert (rules.regrade_count(805), rules.regrade_count(80), rules.regrade_count(20), rules.regrade_count(0)) == (
         81,

@@ -226,7 +226,7 @@ def test_a_missing_or_damaged_file_is_named_with_the_way_to_get_it(checkout: Pat
             "mt_bench/question.jsonl",
             '"writing"',
             '"law"',
-            "question 81 of category law; benchmark.temperatures only has",
+            "question 81 in category law; benchmark.temperatures only has",
         ),
         ("mt_bench/question.jsonl", ', "more 81"', "", "has 1 turns for question 81, expected 2"),
         ("mt_bench/question.jsonl", '"more 81"', "null", "line 1: turns[1] must be a string, got 'None'"),

@@ -150,7 +150,7 @@ def test_what_is_not_given_is_taken_from_the_run_that_trained_the_model(
     with caplog.at_level("INFO", "attnpo"):
         taken, key = scores("taken")
     said = [
-        record.getMessage() for record in caplog.records if "takes these settings from the run" in record.getMessage()
+        record.getMessage() for record in caplog.records if "uses these settings from the run" in record.getMessage()
     ]
     assert len(said) == 1 and f"reference {world.model}; validation pairs of {world.data}; lengths max_le" in said[0]
     assert key["lengths"] == {"max_length": 30, "max_prompt_length": 14, "overlong": "drop", "keep": "start"}
@@ -184,6 +184,6 @@ def write_jsonl_of(rows: list[dict[str, Any]], path: Path) -> Path:
 def test_what_cannot_be_taken_is_asked_for(world: World, tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
-        match=r"benchmark\.data\.path is required in a study, and for a model that is not a run's best/ or last/",
+        match=r"benchmark\.data\.path is required in a study, and if the model is not a run's best/ or last/",
     ):
         main(load("evaluate", ["benchmark=implicit_reward", f"model.path={world.model}", f"output={tmp_path}"]))

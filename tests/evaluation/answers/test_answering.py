@@ -224,7 +224,7 @@ def test_a_name_cannot_come_to_mean_another_prompt(world: World, prompts: Path, 
     out = tmp_path / "answers.jsonl"
     answer_prompts(config(world, prompts, out, "data.rows=2"))
     write(prompts, [{"prompt": ASKED[3], "uid": "u0"}])
-    with pytest.raises(UserError, match="another prompt under the id 'u0'"):
+    with pytest.raises(UserError, match="different prompt under the id 'u0'"):
         answer_prompts(config(world, prompts, out))
 
 
@@ -293,7 +293,7 @@ def test_rules_out_of_range() -> None:
 def test_a_file_without_its_account_or_with_a_broken_row_is_not_touched(tmp_path: Path) -> None:
     file = JsonlStore[AnswerRow](tmp_path / "answers.jsonl", "answers")
     file.path.write_text('{"id": "a", "draw": 0, "answer": ""}\n', encoding="utf-8")
-    with pytest.raises(UserError, match=r"lacks the file answers.json that describes its answers"):
+    with pytest.raises(UserError, match=r"has no file answers.json describing its answers"):
         file.open({"sampling": 1})
     file.write_sidecar({"sampling": 1}, {})
     with pytest.raises(UserError, match=r"line 1: .* If no line has a digest, the file is from an earlier version"):
@@ -307,7 +307,7 @@ def test_a_file_without_its_account_or_with_a_broken_row_is_not_touched(tmp_path
     assert file.path.read_text(encoding="utf-8") == whole, "as earlier versions wrote it"
     file.sidecar.write_text('{"of": "somebody"}\n', encoding="utf-8")
     for _ in range(2):
-        with pytest.raises(UserError, match=r"lacks the file answers.json"):
+        with pytest.raises(UserError, match=r"has no file answers.json"):
             file.open({"sampling": 1})
         file.path.unlink(missing_ok=True)
     assert file.sidecar.read_text(encoding="utf-8") == '{"of": "somebody"}\n', "not replaced, though no row is there"

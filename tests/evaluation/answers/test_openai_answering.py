@@ -13,7 +13,7 @@ from attnpo.config.compose import load
 from attnpo.evaluation.answers import AnswerConfig, answer_questions, round_path
 from attnpo.evaluation.base import Question
 from attnpo.evaluation.chat import ChatRequest
-from attnpo.evaluation.openai_chat import TOO_LONG, OpenAIAnswering, ServedAnswerer
+from attnpo.evaluation.openai_chat import TOO_LONG, OpenAIAnswering, ServedChatModel
 from attnpo.generate import main
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Message, Sampling, UserError
@@ -32,18 +32,18 @@ def echo(body: Body) -> str:
     return f"{len(body['messages'])} turns of {said} with {body['seed']}"
 
 
-def served(server: Loopback, path: str = MODEL, **settings: Any) -> ServedAnswerer:
-    answerer = OpenAIAnswering(base_url=server.base_url, **settings).open(ModelSpec(path), CPU)
-    assert isinstance(answerer, ServedAnswerer)
-    return answerer
+def served(server: Loopback, path: str = MODEL, **settings: Any) -> ServedChatModel:
+    chat_model = OpenAIAnswering(base_url=server.base_url, **settings).open(ModelSpec(path), CPU)
+    assert isinstance(chat_model, ServedChatModel)
+    return chat_model
 
 
 def make_requests(*texts: str) -> list[ChatRequest]:
     return [ChatRequest((Message(role="user", content=text),)) for text in texts]
 
 
-def answers(answerer: ServedAnswerer, some: list[ChatRequest], sampling: Sampling = SAMPLING) -> list[str]:
-    found = {index: reply.text for replies in answerer.answer(some, sampling) for index, reply in replies.items()}
+def answers(chat_model: ServedChatModel, some: list[ChatRequest], sampling: Sampling = SAMPLING) -> list[str]:
+    found = {index: reply.text for replies in chat_model.answer(some, sampling) for index, reply in replies.items()}
     return [found[index] for index in range(len(some))]
 
 
@@ -52,9 +52,9 @@ def answers(answerer: ServedAnswerer, some: list[ChatRequest], sampling: Samplin
 
 def test_every_setting_is_sent(world: World) -> None:
     with Loopback(echo) as server:
-        answerer = served(server, str(world.model), model="mine")
-        assert answerer.chat is not None
-        answers(answerer, make_requests("hello"))
+        chat_model = served(server, str(world.model), model="mine")
+        assert chat_model.chat is not None
+        answers(chat_model, make_requests("hello"))
     (request,) = server.requests
     seed = request.body.pop("seed")
     assert 0 <= seed < 2**31
@@ -69,7 +69,7 @@ def test_every_setting_is_sent(world: World) -> None:
         "top_k": 50,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
-        "stop_token_ids": sorted({7, 11} | set(answerer.chat.end_ids)),
+        "stop_token_ids": sorted({7, 11} | set(chat_model.chat.end_ids)),
     }
     assert {name.lower(): value for name, value in request.headers.items()}["authorization"] == "Bearer none"
 
@@ -100,18 +100,18 @@ def test_options_of_the_template_go_to_the_server_or_are_refused() -> None:
 
 
 def served_body(settings: OpenAIAnswering, sampling: Sampling, model: ModelSpec | None = None) -> dict[str, Any]:
-    answerer = settings.open(model or ModelSpec(MODEL), CPU)
-    assert isinstance(answerer, ServedAnswerer)
-    return answerer.parameters(make_requests("a")[0], sampling)
+    chat_model = settings.open(model or ModelSpec(MODEL), CPU)
+    assert isinstance(chat_model, ServedChatModel)
+    return chat_model.parameters(make_requests("a")[0], sampling)
 
 
 def test_seeds_follow_from_seed_conversation_and_draw_alone() -> None:
     with Loopback(echo) as server:
-        answerer = served(server)
+        chat_model = served(server)
         conversations = [*make_requests("a", "b"), ChatRequest(make_requests("a")[0].messages, draw=1)]
-        first = answers(answerer, conversations)
-        assert answers(answerer, conversations[::-1]) == first[::-1]
-        other = answers(answerer, conversations, Sampling(40, 0.7, seed=4))
+        first = answers(chat_model, conversations)
+        assert answers(chat_model, conversations[::-1]) == first[::-1]
+        other = answers(chat_model, conversations, Sampling(40, 0.7, seed=4))
     seeds = [int(text.rsplit(maxsplit=1)[1]) for text in (*first, *other)]
     assert len(set(seeds)) == 6
 
@@ -171,7 +171,7 @@ def test_answers_without_a_text_are_counted_by_their_reasons(
     assert [(row["answer"], row["refused"]) for row in rows] == [("", reason) for reason in reasons]
     told = json.loads((tmp_path / "answers.json").read_text(encoding="utf-8"))["refused"]
     assert told == dict(sorted(Counter(reasons).items()))
-    assert all(f"{count} empty answers, {reason} (" in caplog.text for reason, count in told.items())
+    assert all(f"{count} empty answers: {reason} (" in caplog.text for reason, count in told.items())
 
 
 def test_tokens_that_a_server_does_not_count_are_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -269,8 +269,8 @@ def test_the_key_comes_from_the_variable_that_is_named(monkeypatch: pytest.Monke
     monkeypatch.setenv("OPENAI_API_KEY", "not for this server")
     monkeypatch.setenv("MY_KEY", "secret")
     with Loopback(echo, key="secret") as server:
-        answerer = served(server, key_variable="MY_KEY")
-        assert answers(answerer, make_requests("a")) and "secret" not in str(answerer.key())
+        chat_model = served(server, key_variable="MY_KEY")
+        assert answers(chat_model, make_requests("a")) and "secret" not in str(chat_model.key())
         with pytest.raises(UserError, match=r"without a key .*answering\.key_variable=NAME") as refused:
             answers(served(server), make_requests("a"))
         assert "not for this server" not in str(refused.value)
@@ -283,7 +283,7 @@ def test_the_key_comes_from_the_variable_that_is_named(monkeypatch: pytest.Monke
 
 
 def test_settings_out_of_range() -> None:
-    with pytest.raises(UserError, match=r"answering\.base_url=localhost:8000 is not the address"):
+    with pytest.raises(UserError, match=r"answering\.base_url=localhost:8000 is not a server address"):
         OpenAIAnswering("localhost:8000")
     for name, value, least in (("concurrency", 0, 1), ("retries", -1, 0), ("max_length", 0, 1)):
         with pytest.raises(UserError, match=f"answering.{name} must be at least {least}"):

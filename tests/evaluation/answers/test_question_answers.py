@@ -10,7 +10,7 @@ import torch
 from attnpo.data.prompts import REFUSED
 from attnpo.evaluation.answers import RoundAnswers, answer_questions, round_path
 from attnpo.evaluation.base import Question
-from attnpo.evaluation.chat import Answerer
+from attnpo.evaluation.chat import ChatModel
 from attnpo.evaluation.local_chat import HFAnswering, describe_model
 from attnpo.models.generate import make_chat_generator
 from attnpo.models.loading import load_model
@@ -30,7 +30,7 @@ TWO = [
 SAMPLING = Sampling(max_new_tokens=5, temperature=0.8, seed=10)
 
 
-def opened(world: World, **settings: Any) -> Answerer:
+def opened(world: World, **settings: Any) -> ChatModel:
     return HFAnswering(**settings).open(ModelSpec(str(world.model)), torch.device("cpu"))
 
 
@@ -75,8 +75,8 @@ def test_statistics_are_those_of_the_rows(world: World, tmp_path: Path) -> None:
 
 def test_a_system_message_is_the_first_turn(world: World, tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m['role'] + m['content'] + eos_token }}{% endfor %}"
-    answerer = HFAnswering().open(ModelSpec(str(world.model), chat_template=template), torch.device("cpu"))
-    answer_questions([Question("q", (TEXTS[0], " "), "be kind")], SAMPLING, answerer, tmp_path)
+    chat_model = HFAnswering().open(ModelSpec(str(world.model), chat_template=template), torch.device("cpu"))
+    answer_questions([Question("q", (TEXTS[0], " "), "be kind")], SAMPLING, chat_model, tmp_path)
     (first, second) = rows_of(round_path(tmp_path, 0))
     assert [turn["role"] for turn in second["prompt"]] == ["system", "user", "assistant", "user"]
     assert second["prompt"][:2] == first["prompt"] and second["prompt"][2]["content"] == first["answer"]
@@ -161,7 +161,7 @@ def test_what_cannot_be_answered_is_an_empty_text_in_its_place(
     assert found.statistics.tokens == fits.tokens[0] / 3
     assert found.statistics.cut == (fits.finish_reasons[0] == "length") / 5
     said = [record.message for record in caplog.records if reason in record.message]
-    assert said == [f"4 empty answers, {reason} (long, fits, x)"]
+    assert said == [f"4 empty answers: {reason} (long, fits, x)"]
     with pytest.raises(UserError, match=rf"max_length {room}, but this command has .*another output=FOLDER"):
         answer_questions(questions, SAMPLING, opened(world), tmp_path)
 
@@ -171,12 +171,12 @@ def test_a_template_that_refuses_some_questions_leaves_them_empty(world: World, 
         "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
         "{{ m['content'] + eos_token }}{% endfor %}"
     )
-    answerer = HFAnswering().open(ModelSpec(str(world.model), chat_template=strict), torch.device("cpu"))
+    chat_model = HFAnswering().open(ModelSpec(str(world.model), chat_template=strict), torch.device("cpu"))
     kind, plain = Question("kind", (TEXTS[0],), system="be kind"), Question("plain", (TEXTS[0],))
-    found = answer_questions([kind, plain], SAMPLING, answerer, tmp_path)
+    found = answer_questions([kind, plain], SAMPLING, chat_model, tmp_path)
     assert found.answers["kind"].turns == ("",) and found.statistics.refused == {REFUSED: 1}
     with pytest.raises(UserError, match=r"none of the 1 questions can be answered: .*no system turns"):
-        answer_questions([kind], SAMPLING, answerer, tmp_path / "other")
+        answer_questions([kind], SAMPLING, chat_model, tmp_path / "other")
 
 
 def test_no_question_that_fits_is_an_error(world: World, tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_replies_get_the_room_there_is(grader: LocalGrader, caplog: pytest.LogCa
         assert reply.input_tokens + reply.output_tokens <= limit
         whole = replies(grader, [replace(one, max_tokens=limit - reply.input_tokens)])
         assert [reply.text] == [other.text for other in whole.values()]
-    assert [record.message.count("less space") for record in caplog.records].count(1) == 1
+    assert [record.message.count("less room for a reply") for record in caplog.records].count(1) == 1
 
 
 # ------------------------------------------------------------------------------------------------ chat templates

@@ -180,7 +180,7 @@ def check_failures(replies: Sequence[Reply], folder: Path, problem: str, **more:
 
 
 def test_replies_of_another_type_are_failures_of_their_calls(tmp_path: Path) -> None:
-    check_failures(list(OTHER_TYPES.values()), tmp_path, "must be text, got ")
+    check_failures(list(OTHER_TYPES.values()), tmp_path, "must be a string, got ")
 
 
 def test_log_probabilities_of_another_type_are_failures_of_their_calls(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_reply_holds_the_servers_account(tmp_path: Path, caplog: pytest.LogCap
     for reply in asked.replies.values():
         assert (reply.text, reply.finish_reason, reply.model) == ("too many", "length", "mine-2")
         assert (reply.input_tokens, reply.output_tokens, reply.logprobs) == (33, 2, None) and 0 < reply.seconds < 5
-    assert caplog.text.count("grader.model=mine is answered by mine-2") == 1 and asked.replies_by_model == {"mine-2": 3}
+    assert caplog.text.count("grader.model=mine is served by mine-2") == 1 and asked.replies_by_model == {"mine-2": 3}
 
 
 UNKNOWN = [

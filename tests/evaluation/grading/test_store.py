@@ -19,7 +19,7 @@ REPLY = GradingReply("8", logprobs={"8": -0.1, "é\ud800": float("-inf")}, input
 
 def write(folder: Path, *calls: GradingCall, reply: GradingReply = REPLY) -> ReplyStore:
     store = ReplyStore(folder)
-    with store.writing():
+    with store.open_for_writing():
         for each in calls:
             store.add(each, GRADER, reply)
     return store
@@ -153,12 +153,12 @@ def test_an_empty_folder_is_an_empty_store_and_stays_one(tmp_path: Path) -> None
 
 def test_two_cannot_write_at_once(tmp_path: Path) -> None:
     first, second = ReplyStore(tmp_path), ReplyStore(tmp_path)
-    with first.writing():
+    with first.open_for_writing():
         first.add(call(1), GRADER, REPLY)
-        with pytest.raises(UserError, match="in use by process"), second.writing():
+        with pytest.raises(UserError, match="in use by process"), second.open_for_writing():
             pass
         assert len(ReplyStore(tmp_path)) == 1, "reading needs no lock"
-    with second.writing():
+    with second.open_for_writing():
         assert second.reply(call(1), GRADER) == REPLY, "what the other wrote is read"
 
 

@@ -369,7 +369,7 @@ def test_bounds_hold_for_all_rows_of_a_benchmark(tiny: Callable[..., FitConfig],
     for name in ("own", "other"):
         (tmp_path / name).mkdir()
         store = ReplyStore(tmp_path / name)
-        with store.writing():
+        with store.open_for_writing():
             for item in "abc":
                 call = GradingCall("testbed", item, "answer", 0, (Message(role="user", content=item),), max_tokens=4)
                 store.add(call, made.grader.identity(), GradingReply("7", input_tokens=1))
