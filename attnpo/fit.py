@@ -27,7 +27,7 @@ python -m attnpo.fit setting=llama3_8b_instruct hardware=1x141gb   a run of the 
 
 
 def main(cfg: "FitConfig") -> int:
-    """Trains a run or a study; returns 0, or 1 if a sweep point, a world or an analysis of the study failed.
+    """Trains a run or a study; returns 0, or 1 if a grid point, a world or an analysis of the study failed.
 
     Raises:
         RunInterrupted: a signal ended training; progress was saved.

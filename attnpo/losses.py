@@ -4,8 +4,8 @@
 passed as 2P rows: all chosen responses first, then the rejected ones in the same order. The arguments are
 log-probabilities of the tokens under policy and reference ``[rows T]`` in nats, a mask that is true on response tokens,
 token weights ``[rows T]`` (a distribution over each response, e.g. ``uniform_weights(mask)``) and ``lengths``
-``[rows]``, the |y| that a distribution is multiplied by (None for factors, which are used as they are). Values outside
-the response are ignored. The result is an ``ObjectiveOutput``: ``losses`` per pair, with gradient, and the detached
+``[rows]``, the |y| that a distribution is multiplied by (None for factors, which are used as is). Values outside the
+response are ignored. The result is an ``ObjectiveOutput``: ``losses`` per pair, with gradient, and the detached
 ``chosen_rewards`` and ``rejected_rewards``.
 
 ``token_logps`` and ``token_kl`` compute the log-probabilities, the mask, and the KL used by TDPO, TI-DPO and TIS-DPO

@@ -34,7 +34,7 @@ SEEDS = 2**32
 
 
 def check_range(part: str, bounds: str, **values: float | int | None) -> None:
-    """Checks that settings of the config node ``part`` are within ``bounds``; None passes, NaN does not.
+    """Checks that settings of the config node ``part`` are within ``bounds``; accepts None but not NaN.
 
     ``bounds`` is an interval in mathematical notation: "[0, 1]" includes its endpoints, "(0, 1)" excludes them. "[1,
     inf)" and "(0, inf)" have no upper bound, but infinity itself is rejected.
@@ -56,7 +56,7 @@ def join_names(names: Sequence[str], most: int = 3) -> str:
 
 
 def check_at_least(part: str, least: int, **values: float | int | None) -> None:
-    """Checks that settings of the config node ``part`` are finite and at least ``least``; None passes.
+    """Checks that settings of the config node ``part`` are finite and at least ``least``; accepts None.
 
     Raises:
         UserError: a value is too small or not finite.
@@ -243,7 +243,7 @@ class Kind(Enum):
 class Sampling:
     """Decoding settings; ``temperature`` 0 is greedy.
 
-    ``presence_penalty`` is subtracted from the logit of every token that the answer already contains, and
+    ``presence_penalty`` is subtracted from the logit of each token that the answer already contains, and
     ``frequency_penalty`` once per occurrence; prompt tokens are ignored. ``stop_ids``: additional token ids that end an
     answer, besides those of the model and its chat format.
     """
@@ -397,7 +397,7 @@ class PreferenceBatch:
 
     @property
     def main(self) -> RowGroup:
-        """Returns the row group of the pairs themselves."""
+        """Returns the main row group, which contains the pairs themselves."""
         return self.groups["main"]
 
     @property

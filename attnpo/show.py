@@ -77,7 +77,7 @@ def parse_pair_texts(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         if not equals or key not in KEYS:
             rest.append(word)
         elif key in given:
-            raise UserError(f"{key}= is given twice: give one {key} per pair")
+            raise UserError(f"{key}= is set twice: set only one {key} per pair")
         else:
             given[key] = text
     asked = [key for key, text in given.items() if text == "-"]

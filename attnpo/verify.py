@@ -1,4 +1,4 @@
-"""Placeholder until 0.2.0: points to the tests that recompute the golden records, which no wheel contains."""
+"""Placeholder until 0.2.0: points to the tests that recompute the golden records, which are not in the wheel."""
 
 import sys
 

@@ -428,7 +428,7 @@ def test_a_folder_that_is_gone_is_told(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr == (
-        "error: the current folder no longer exists: change to an existing folder and repeat the command\n"
+        "error: the current folder no longer exists: change to an existing folder and rerun the command\n"
     )
 
 

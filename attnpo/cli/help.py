@@ -41,7 +41,7 @@ class ConfigGroup:
 
 
 def wrap_line(text: str) -> list[str]:
-    """Wraps a group and its options to the width of the help text."""
+    """Wraps a group and its options to the help width."""
     return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 

@@ -94,7 +94,7 @@ class LogFormatter(logging.Formatter):
 
 
 class _Record(logging.LogRecord):
-    """Log record without terminal control characters, whichever library's handler writes it."""
+    """Log record without terminal control characters, regardless of which library's handler writes it."""
 
     def getMessage(self) -> str:
         return make_printable(super().getMessage())
@@ -124,7 +124,7 @@ _warned: set[str] = set()
 
 
 def _is_first_occurrence(record: logging.LogRecord) -> bool:
-    """Returns whether a warning appears for the first time; the runs of a study repeat the same warnings."""
+    """Returns whether a warning is new; the runs of a study repeat the same warnings."""
     text = record.getMessage() if record.levelno == logging.WARNING else ""
     new = not text or text not in _warned
     _warned.add(text)
@@ -198,7 +198,7 @@ class SignalInterrupt(KeyboardInterrupt):
 
 @dataclass
 class _SignalState:
-    """State that decides how a signal is handled; ``asked``: time of the last signal handled."""
+    """State that determines how signals are handled; ``asked``: time of the last signal handled."""
 
     training: bool = False
     raises: bool = False
@@ -394,7 +394,7 @@ def exit_status_and_message(error: BaseException) -> tuple[int, str] | None:
 # No space left on the disk, quota exceeded, file size limit reached (ulimit -f).
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KEPT = (
-    "files written earlier are intact: free space, or choose a folder on another disk, and repeat the same command, "
+    "files written earlier are intact: free space, or choose a folder on another disk, and rerun the same command, "
     "which continues from there"
 )
 
@@ -425,11 +425,11 @@ def _describe_path_error(error: BaseException) -> str | None:
     try:
         here = os.getcwd()
     except FileNotFoundError:
-        return "the current folder no longer exists: change to an existing folder and repeat the command"
+        return "the current folder no longer exists: change to an existing folder and rerun the command"
     folder = os.path.dirname(os.path.join(here, os.fsdecode(error.filename or "")))
     if os.path.isdir(folder):
         return None
     return (
-        f"the folder {folder} does not exist: it was removed or renamed while the command was using it; repeat the "
+        f"the folder {folder} does not exist: it was removed or renamed while the command was using it; rerun the "
         "command"
     )

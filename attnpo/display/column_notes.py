@@ -55,7 +55,7 @@ MINUS = re.compile(r"minus (.+?)(?:, KL ([\d.e+-]+))?")
 
 
 def column_notes(columns: Sequence[str]) -> dict[str, str]:
-    """Returns the explanations of those given columns that have one, by header."""
+    """Returns the available explanations for the given columns, by header."""
     found = {name: _describe_column(name) for name in columns}
     return {name: note for name, note in found.items() if note}
 

@@ -49,7 +49,7 @@ def heatmap_html(pairs: Sequence[PairRecord], *, page: bool = True, title: str =
 
 
 def _iter_spans(side: WeightedResponse) -> Iterator[tuple[str, str, str]]:
-    """Yields the CSS classes, hover text and text of each token."""
+    """Yields each token's CSS classes, hover text and text."""
     rows = zip(side.tokens, side.relative.tolist(), side.matched_flags, side.end_flags, strict=True)
     for place, (text, relative, matched, end) in enumerate(rows):
         shade = shade_class(relative) if math.isfinite(relative) else "bad"

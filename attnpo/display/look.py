@@ -130,11 +130,11 @@ def make_arm_styles(
     altered: Collection[str] = (),
     told: Collection[str] = (),
 ) -> dict[str, ArmStyle]:
-    """Assigns a style to each arm, the same in every figure of a study.
+    """Assigns a style to each arm, used in all figures of a study.
 
     The ``control`` is black (white in dark mode), with dashed lines and square markers. Arms in ``altered`` (weights
     changed by a transform) have hollow markers; arms in ``told`` (which know the true weights) have dotted lines.
-    Colours repeat after twelve arms, with other lines and markers.
+    Colours repeat after twelve arms, with different lines and markers.
     """
     looks: dict[str, ArmStyle] = {}
     number = 0

@@ -61,7 +61,7 @@ class CodeBlock:
 
 @dataclass(frozen=True)
 class RawHtml:
-    """HTML that is inserted without escaping (``heatmap_html(rows, page=False)``); never use text from data."""
+    """HTML inserted without escaping (``heatmap_html(rows, page=False)``); must never contain text from data."""
 
     html: str
 

@@ -46,7 +46,7 @@ class WeightedResponse:
         counts |= {"offsets": len(self.offsets)} if self.offsets else {}
         for name, count in counts.items():
             if count != len(self.tokens):
-                raise UserError(f"{name}: expected one value for each of the {len(self.tokens)} tokens, got {count}")
+                raise UserError(f"{name}: expected one value per token ({len(self.tokens)} tokens), got {count}")
 
     @property
     def relative(self) -> Float[Tensor, " m"]:
@@ -94,7 +94,7 @@ class WeightedResponse:
         return [(" ".join(make_visible(text).split()) or "(empty)", relative) for text, _, relative in ranked[:count]]
 
     def summary(self) -> str:
-        """Describes the number of tokens, the shares aligned with the source and the effective number of weights."""
+        """Describes the token count, the shares aligned with the source and the effective number of weights."""
         count, effective = len(self.tokens), self.num_effective
         parts = [f"{count} token" + ("" if count == 1 else "s")]
         named = ("coverage", self.coverage), ("source coverage", self.source_coverage), ("kept mass", self.kept_mass)
@@ -181,8 +181,8 @@ class Verdict:
 class PairRecord:
     """Both responses of a pair with their training weights, and the judge's verdicts.
 
-    ``verdicts``: one per order of the answers; in the first, the chosen response is answer A. ``note``: a line of text,
-    e.g. the weight source and the layer.
+    ``verdicts``: one per answer order; in the first, the chosen response is answer A. ``note``: a line of text, e.g.
+    the weight source and the layer.
     """
 
     pair: PreferencePair

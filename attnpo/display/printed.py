@@ -48,7 +48,7 @@ class PublishedTable:
 
 
 def read_published_table(path: Path, keys: Sequence[str], names: Mapping[str, str] | None = None) -> PublishedTable:
-    """Reads a table from a CSV file with a header line.
+    """Reads a published table from a CSV file with a header line.
 
     ``keys``: columns that stay text even if all their cells are numbers (a token can be "1"). ``names``: our column
     names, by header.

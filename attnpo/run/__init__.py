@@ -1,1 +1,1 @@
-"""One run: from a typed config to a result folder."""
+"""Executes one run, from a typed config to a result folder."""

@@ -21,7 +21,7 @@ class BuiltFolders:
 
 @dataclass(frozen=True)
 class PreparedJudge:
-    """Folder of a built second base model, measurements from the build, and whether an earlier build was reused."""
+    """Folder of a second base model, measurements from its build, and whether an earlier build was reused."""
 
     path: Path
     report: dict[str, object]

@@ -1,4 +1,4 @@
-"""Folders of runs and of the store.
+"""Locates the folders of runs and of the store.
 
 Each run has its own folder, which all processes of a job use; all runs share the store. Runs before any heavy import.
 """
@@ -76,7 +76,7 @@ def find_run_of_model(model: str) -> Path | None:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates the folder of a run or study with its parents. Raises UserError if it is not writable."""
+    """Creates the folder of a run or study, including its parents. Raises UserError if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder, prefix="."):

@@ -1,6 +1,6 @@
 """Identity of a run: the config keys, and the files they name, that can affect its results.
 
-Used to resume a run, to reuse a study's finished points and to distinguish a study's arms.
+Used to resume a run, to reuse a study's finished grid points and to distinguish a study's arms.
 """
 
 import re
@@ -117,7 +117,7 @@ def flatten_with_classes(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _unused_keys(values: Mapping[str, Json], source: WeightSource) -> list[str]:
-    """Returns the keys that nothing uses under the other settings."""
+    """Returns the keys that are unused under the other settings."""
     read = dict(flatten(values))
     undecayed = [] if read.get(DECAY) else [DECAY_ALL]
     replaced = [LAYER] if read.get(LAYERS) else []

@@ -175,7 +175,7 @@ def _count_cut_prompts(weighed: WeighingResult) -> dict[str, dict[str, int]]:
 
 
 def log_weighing(weighed: WeighingResult) -> None:
-    """Logs how the weights were read: truncated prompts, thinking traces, judge accuracy, the verbalizer's answers."""
+    """Logs how the weights were computed: truncated prompts, thinking traces, judge accuracy, verbalizer answers."""
     cut_prompts = _count_cut_prompts(weighed)
     if (cut := cut_prompts.get("judge_prompts", {})).get("cut"):
         log.warning("%(cut)d of %(read)d judge prompts were truncated to judge.max_length", cut)
@@ -199,7 +199,7 @@ def log_weighing(weighed: WeighingResult) -> None:
 def require_examples(split: str, made: ExampleSet, processes: int) -> None:
     """Checks that a split can be trained on.
 
-    Raises UserError if no pair is left, if all pairs have weight 0, or if there are fewer pairs than processes.
+    Raises UserError if no pairs are left, if all pairs have weight 0, or if there are fewer pairs than processes.
     """
     if made.read and not made.examples:
         events = "; ".join(f"{event}: {count}" for event, count in sorted(made.tally.counts.items()))
@@ -211,7 +211,7 @@ def require_examples(split: str, made: ExampleSet, processes: int) -> None:
     if pairs and not get_pair_weights(made.examples).any():
         nothing = "trained" if split == "train" else "measured and best/ would be selected by a loss of 0"
         raise UserError(
-            f"{split}: all {pairs} pairs have weight 0 (the pair weight, or every token weight of both responses, "
+            f"{split}: all {pairs} pairs have weight 0 (the pair weight, or all token weights of both responses, "
             f"is 0), so nothing would be {nothing}: choose other weights or data"
         )
     if 0 < pairs < processes:
@@ -306,7 +306,7 @@ def describe_lost_weights(
 
 
 def describe_weight_origin(source: WeightSource, rows: Sequence[StoredRow]) -> str:
-    """Names the weight source, with its layers if it has any."""
+    """Describes the weight source, with its layers if it has any."""
     layers = sorted({row.layer if isinstance(row, HeadRow) else row for row in rows} - {0})
     name = type(source).__name__
     return f"{name}, layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}" if layers else name

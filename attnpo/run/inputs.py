@@ -67,7 +67,7 @@ def check_positions(model: ModelSpec, encoded: Mapping[str, EncodedSet]) -> None
 
 
 def read_inputs(cfg: RunConfig, base: BaseModel, readers: Readers) -> Inputs:
-    """Returns all inputs of training: pairs, weights (from the store or computed) and examples.
+    """Returns all training inputs: pairs, weights (from the store or computed) and examples.
 
     ``base`` and ``readers``: from the resolved config (``resolve``).
     """

@@ -50,7 +50,7 @@ class MemoryConfig(RootConfig):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Settings that determine how much memory training needs; ``auto`` in model and batch is unresolved.
+    """Settings that determine how much memory training needs; ``auto`` values in model and batch are unresolved.
 
     ``reference``: kind of reference, None if the objective uses none. ``moments``: dtype of the optimiser's moments.
     """
@@ -64,7 +64,7 @@ class MemoryPlan:
 
     @property
     def smallest_batch(self) -> BatchPlan:
-        """Returns the batch with the smallest value for every ``auto``."""
+        """Returns the batch with each ``auto`` set to its smallest value."""
         return self.batch.resolve_auto(self.max_length)
 
     def estimate(self, config: PretrainedConfig, model: ModelSpec, batch: BatchPlan) -> MemoryEstimate:

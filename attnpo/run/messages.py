@@ -1,6 +1,6 @@
 """First and last log lines of a run: what it is about to do, its outcome, and the next steps.
 
-Logged only by the main process of a job; a study's points log to their own files. Imports nothing heavy.
+Logged only by the main process of a job; a study's grid points log to their own files. Imports nothing heavy.
 """
 
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def log_opening_lines(command: str, cfg: RunConfig, folder: Path | None, budget: str | None = None) -> None:
-    """Logs six lines about what ``command`` will do and where it writes. ``budget``: a study's own description."""
+    """Logs six lines about what ``command`` will do and where it writes output. ``budget``: a study's description."""
     choices, later, objective = cfg.composed.choices, cfg.groups_set_by_runs(), cfg.objective
     built = None
     if cfg.prepare is not None:
@@ -93,7 +93,7 @@ _said: set[str] = set()
 
 
 def log_once(lines: Iterable[str], level: int = logging.INFO) -> None:
-    """Logs only those ``lines`` that this process has not logged yet, because a study's points share most of them."""
+    """Logs only ``lines`` that this process has not logged yet, because a study's grid points share most of them."""
     for line in lines:
         if line not in _said:
             _said.add(line)
@@ -146,7 +146,7 @@ def next_commands(composed: Composition, seed: int, folder: Path) -> list[str]:
 
 
 def _fit_arguments(composed: Composition, *given: str) -> list[str] | None:
-    """Returns ``fit``'s arguments for this run with other overrides, in a new folder; None if these are invalid."""
+    """Returns ``fit``'s arguments for this run with other overrides, in a new folder; None if they are invalid."""
     try:
         again: RunConfig = load("fit", _replace_overrides(composed, *given), composed.config_dir)
     except UserError:
@@ -155,7 +155,7 @@ def _fit_arguments(composed: Composition, *given: str) -> list[str] | None:
 
 
 def _replace_overrides(composed: Composition, *given: str) -> tuple[str, ...]:
-    """Returns the run's overrides with ``given`` in place of the same keys, and without keys of the run folder."""
+    """Returns the run's overrides updated with ``given``, without the keys that set the run folder."""
     replaced = {*PLACES, *map(_override_key, given)}
     return (*(item for item in composed.overrides if _override_key(item).partition(".")[0] not in replaced), *given)
 

@@ -1,6 +1,6 @@
-"""Policy that a run trains, and its reference: a live model or stored log-probabilities.
+"""Loads the policy that a run trains, and its reference: a live model or stored log-probabilities.
 
-A stored reference is one float32 log-probability per token, which avoids a second model in memory.
+A stored reference is one float32 log-probability per token, which avoids keeping a second model in memory.
 """
 
 import logging
@@ -153,7 +153,7 @@ def reference_table(base: BaseModel, rules: LengthRules) -> StoreTable:
 
 
 def add_reference_logps(store: Path, table: StoreTable, made: ExampleSet) -> Sequence[TrainingExample]:
-    """Returns a split's examples with stored log-probabilities. Raises UserError if any is missing or does not fit."""
+    """Returns a split's examples with stored log-probabilities. Raises UserError if any is missing or mismatched."""
     examples, ids = made.examples, get_pair_ids(made.examples)
     chosen, rejected = (counts.tolist() for counts in count_row_tokens(examples).responses)
 
@@ -250,7 +250,7 @@ def compile_policy(base: BaseModel, policy: ScoredLM, layout: Layout, *, require
     except UserError as error:
         if required:
             raise
-        log.warning("model.compile=%s: training continues without compiled blocks: %s", AUTO, error)
+        log.warning("model.compile=%s: training continues without compiled blocks (%s)", AUTO, error)
         return False
     compile_blocks(policy.model, backend)
     return True

@@ -57,7 +57,7 @@ def weigh_other_pairs(
 
 
 def _drop_pairs_without_columns(encoded: EncodedSet, source: WeightSource) -> EncodedSet:
-    """Drops pairs that lack a column of ``source``."""
+    """Drops pairs that lack a column required by ``source``."""
     if not source.columns:
         return encoded
     both = zip(encoded.pairs, encoded.encoded, strict=True)

@@ -1,4 +1,4 @@
-"""In-process cache shared by the points of a study, cleared at its end.
+"""In-process cache shared by the grid points of a study, cleared at its end.
 
 Decides when to cache values; callers choose the key, value and size limit.
 """
@@ -38,7 +38,7 @@ class PointCache:
         parts = key()
         name = digest(parts)
         if name in self.kept and "what" in parts:
-            log.info("%s: reused from an earlier point in this process", parts["what"])
+            log.info("%s: reused from an earlier grid point in this process", parts["what"])
         found = cast(Some, self.kept.pop(name)) if name in self.kept else make()
         if size(found) <= self.room:
             self.kept[name] = found
@@ -53,9 +53,9 @@ _open: list[object] = []
 
 @contextmanager
 def cache_between_runs() -> Iterator[None]:
-    """Opens a context in which caches are shared by the runs of this process; ``clear_caches`` empties them.
+    """Opens a context in which the runs of this process share caches; ``clear_caches`` empties them.
 
-    Files that the runs' configs name must not change inside the context.
+    Files named by the runs' configs must not change inside the context.
     """
     _open.append(None)
     try:

@@ -1,4 +1,4 @@
-"""Report of a finished run: its HTML page, its W&B summary, and the data of its model card."""
+"""Reports on a finished run: HTML page, W&B summary and model card data."""
 
 import json
 import logging
@@ -127,7 +127,7 @@ def read_samples(folder: Path) -> list[dict[str, str]]:
 
 
 def true_reward_table(truth: Mapping[str, TruthScores]) -> TableBlock:
-    """Returns the true-reward scores as a table with a row per set of prompts."""
+    """Returns the true-reward scores as a table with one row per prompt set."""
     names = list(truth["test"].numbers)
     heads = ["prompts", *("KL" if name == "kl" else readable_name(name) for name in names)]
     rows: list[list[Cell]] = [[split, *(scores.numbers[name] for name in names)] for split, scores in truth.items()]
@@ -184,7 +184,7 @@ KL = {"tokens": "share of tokens", "kl": "share of KL", "kl_per_token": "KL per 
 
 
 def drift_section(result: RunResult, folder: Path) -> Section:
-    """Returns the section on where the policy moved: KL by token class, the other metrics and ``drift.png``.
+    """Returns the section on policy drift: KL by token class, the other metrics and ``drift.png``.
 
     Also draws the figure.
     """
@@ -264,7 +264,7 @@ def log_run_to_wandb(
 
 
 def inputs_table(inputs: Mapping[str, Json]) -> tuple[list[str], list[list[object]]]:
-    """Returns columns and rows of a table with every number of a run's inputs, one column per split."""
+    """Returns columns and rows of a table with all statistics of a run's inputs, one column per split."""
     every = dict(flat_numbers(inputs))
     per_split = {split: dict(_entries_under(every, f"{split}/")) for split in SPLITS}
     names = list(dict.fromkeys(name for values in per_split.values() for name in values))

@@ -1,4 +1,4 @@
-"""Finds, describes and checks a run's model, data, judge and readers of weights, without loading them."""
+"""Finds, describes and checks a run's model, data, judge and weight readers, without loading them."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -93,7 +93,7 @@ class BaseModel:
             return dict(score_examples(model, examples, self.chat.rows.pad_id, layout))
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns the facts that determine the reference's numbers: weights, dtypes and attention kernel."""
+        """Returns the facts that determine the reference's outputs: weights, dtypes and attention kernel."""
         return {
             "weights": weights_fingerprint(self.spec.path, self.spec.revision),
             "dtype": self.spec.dtype,
@@ -105,7 +105,7 @@ class BaseModel:
 
 @dataclass(frozen=True)
 class Readers:
-    """Readers of token weights in a run: cheap to create, because models are loaded only on use.
+    """Weight readers of a run; cheap to create, because models are loaded only on first use.
 
     ``length_from``: which tokens |y| counts (None: the objective has no such setting). ``command``: the command that
     fills the store before a multi-process job.
@@ -122,7 +122,7 @@ class Readers:
     @property
     def refill_command(self) -> str:
         """Returns instructions for filling the store before a multi-process job."""
-        return f"in one process or several: {self.command}"
+        return f"in one or more processes: {self.command}"
 
     def make_reader(self, source: WeightSource) -> WeightReader | None:
         """Returns the reader of ``source``; None if the source needs none. Raises UserError for an unknown kind."""
@@ -231,7 +231,7 @@ class Resolved(NamedTuple, Generic[Config]):
 def resolve_paths(cfg: Config) -> tuple[Config, dict[str, object]]:
     """Returns the config with the paths of model, data and judge filled in, and the report of ``prepare``, if any.
 
-    Given paths are kept. Raises UserError if a path is still missing.
+    Keeps paths that are already set. Raises UserError if a path is still missing.
     """
     report: dict[str, object] = {}
     root = store_root(cfg.store) / "prepared"
@@ -252,7 +252,7 @@ def resolve_paths(cfg: Config) -> tuple[Config, dict[str, object]]:
 
 
 def missing_path_keys(model: ModelSpec, data: PairReader) -> list[str]:
-    """Returns the keys of model and data paths that are not set yet."""
+    """Returns the keys for model and data paths that are not set yet."""
     mixed = getattr(data, "mix", None)
     paths = {"model.path": model.path, "data.path": None if mixed else getattr(data, "path", None)}
     return [key for key, path in paths.items() if path == MISSING]

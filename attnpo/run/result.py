@@ -33,8 +33,8 @@ class RunResult:
     """Result of a finished run.
 
     ``seconds``: durations of training and of the whole run. ``metrics``: last logged values. ``inputs``: statistics of
-    the inputs. ``truth``: true-reward scores by split, None if unknown. ``drift``: where the policy moved. ``merged``:
-    rounding errors of merged adapters, by folder.
+    the inputs. ``truth``: true-reward scores by split, None if unknown. ``drift``: measurements of policy drift.
+    ``merged``: rounding errors of merged adapters, by folder.
     """
 
     seed: int
@@ -67,7 +67,7 @@ class RunResult:
 
     @property
     def judge_warning(self) -> str | None:
-        """Returns a warning if the judge's verdicts carry no preference, else None."""
+        """Returns a warning if the judge's verdicts show no preference, else None."""
         warning = self.judge.get("warning")
         return None if warning is None else str(warning)
 
@@ -126,7 +126,7 @@ class RunResult:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "RunResult":
-        """Builds the result from the content that ``to_json`` returned. Raises ValueError for anything else."""
+        """Builds the result from the output of ``to_json``. Raises ValueError for anything else."""
         try:
             truth = None
             if data["truth"]:

@@ -52,7 +52,7 @@ UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
 
 
 def digest_contents(inputs: Inputs, base: BaseModel, modules: Mapping[str, str]) -> dict[str, str]:
-    """Digests the contents of a config's paths; ``modules``: digests of user-defined components."""
+    """Returns digests of the files at a config's paths; ``modules``: digests of user-defined components."""
     found = {
         "tokenizer and chat template": base.chat.fingerprint(),
         "model.path": weights_fingerprint(base.spec.path, base.spec.revision),
@@ -88,9 +88,9 @@ def find_checkpoint(
 ) -> Path | None:
     """Returns the checkpoint that ``resume`` names: auto (``last/`` if it exists), a path, or None.
 
-    Compares the checkpoint's files with their digests, and its settings with ``numbers``. ``point``: true for a point
-    of a study, which starts over if its checkpoint is damaged. Raises UserError if the path has no checkpoint, or if
-    the checkpoint is damaged or comes from a run with other settings.
+    Compares the checkpoint's files with their digests, and its settings with ``numbers``. ``point``: true for a grid
+    point of a study, which starts over if its checkpoint is damaged. Raises UserError if the path has no checkpoint, or
+    if the checkpoint is damaged or comes from a run with other settings.
     """
     if resume is None:
         return None
@@ -133,7 +133,7 @@ def _log_checkpoint(path: Path) -> Path:
 
 
 def _describe_damage(numbers: Mapping[str, object], place: Path) -> str | None:
-    """Returns how a checkpoint is damaged, or None. Raises UserError for a checkpoint of another run."""
+    """Describes damage to a checkpoint; None if intact. Raises UserError for a checkpoint of another run."""
     if (found := describe_change(place, only=(ACCOUNT, "*.csv"))) is not None:
         return found
     check_same_values(read_checkpoint_info(place).get("config", {}), numbers, place)
@@ -141,7 +141,7 @@ def _describe_damage(numbers: Mapping[str, object], place: Path) -> str | None:
 
 
 def _describe_damage_of_best(folder: Path, resume: Path) -> str | None:
-    """Returns how ``checkpoint.json`` (the best value so far) in the run's own ``best/`` is damaged, or None."""
+    """Describes damage to ``checkpoint.json`` (the best value so far) in the run's own ``best/``; None if intact."""
     best = complete_folder(folder / "best")
     if not best.is_dir() or best == resume.parent or is_fork(folder, resume):
         return None
@@ -166,7 +166,7 @@ def check_contents(numbers: Mapping[str, object], contents: Mapping[str, str], r
 
 
 def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
-    """Returns the result of the run in ``folder``, or None and, if a digest reveals damage, its description."""
+    """Returns the result of the run in ``folder``, or None, and a description of any damage that a digest reveals."""
     if not (folder / RESULT).is_file():
         return None, None
     problem = describe_change(folder, only=MADE)
@@ -292,7 +292,7 @@ def clear_folder(folder: Path) -> None:
 
 
 def copy_to_last(folder: Path, resume: Path | None) -> None:
-    """Copies the resumed checkpoint to the run's own ``last/`` if no step is left to train and ``last/`` is damaged."""
+    """Copies the resumed checkpoint to the run's own ``last/`` if no steps are left and ``last/`` is damaged."""
     last = folder / "last"
     if resume is None or resume.parent in (last, complete_folder(last)):
         return

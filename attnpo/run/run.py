@@ -1,4 +1,4 @@
-"""One run from a config: prepare, train, score, sample, report. Every point of a study is one run."""
+"""Executes one run from a config: prepare, train, score, sample, report. Each grid point of a study is one run."""
 
 import json
 import logging
@@ -71,8 +71,8 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
 
     With several processes, only the first writes, scores and returns a result; the others return None. With
     ``resume=auto``, a finished run only returns its saved result, and a run that was killed after its last step is only
-    scored. ``point``: true for a point of a study, whose folder is repaired if it is damaged. Raises RunInterrupted if
-    a signal ended training, and UserError for invalid settings, inputs or states.
+    scored. ``point``: true for a grid point of a study, whose folder is repaired if it is damaged. Raises
+    RunInterrupted if a signal ended training, and UserError for invalid settings, inputs or states.
     """
     began = time.perf_counter()
     apply_launcher(cfg.trainer)  # raises UserError before anything is loaded
@@ -149,7 +149,7 @@ def _finish_run(
     resume: Path | None,
     point: bool,
 ) -> RunResult:
-    """Scores, samples and reports a trained policy. Logs and skips parts that fail, except a study point's scores."""
+    """Scores, samples and reports a trained policy. Logs and skips parts that fail, except a grid point's scores."""
     from attnpo.run.report import log_run_to_wandb, write_run_report
 
     callbacks, policy, chat = cfg.callbacks, trained.policy, base.chat
@@ -194,7 +194,7 @@ def _finish_run(
         log.warning("warning: %s", result.training_warning)
     (folder / f"{RESULT}.part").write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
     if point:
-        with tolerate_failure(folder, "keeping examples for the study's page"):
+        with tolerate_failure(folder, "saving examples for the study's page"):
             save_page_examples(folder, heat_map_pairs(inputs, chat.tokenizer, PAIRS), sampled)
     if callbacks.report:
         with tolerate_failure(folder, "writing the report"):

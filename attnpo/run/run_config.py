@@ -45,7 +45,7 @@ def require_name(name: str | None) -> None:
 
 
 def require_folder(key: str, folder: str | None) -> None:
-    """Raises UserError if the value of ``key`` cannot be a folder; None means a default."""
+    """Raises UserError if the value of ``key`` cannot be a folder; None selects the default."""
     if folder is not None and not (folder.strip() and folder.isprintable()):
         raise UserError(f"{key}: expected the path of a folder with only printable characters, got {folder!r}")
 
@@ -114,7 +114,7 @@ class RunConfig(RootConfig):
         return f"one run, setting {self.composed.choices.get('setting') or 'none'}"
 
     def budget(self) -> str:
-        """Describes the length of the training."""
+        """Describes the training length."""
         trainer = self.trainer
         epochs = f"{trainer.max_epochs} epoch{'s' * (trainer.max_epochs != 1)}"
         return epochs if trainer.max_steps < 0 else f"{trainer.max_steps} optimiser steps"
@@ -124,7 +124,7 @@ class RunConfig(RootConfig):
         return ""
 
     def reusable_folder(self) -> str | None:
-        """Returns the folder below ``output`` to reuse if there is no ``name``; None to make a new one each time."""
+        """Returns the folder below ``output`` to reuse if there is no ``name``; None to create a new one each time."""
         return None
 
     def check_combination(self) -> None:
@@ -158,7 +158,7 @@ class RunConfig(RootConfig):
         return frozenset()
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists keys without effect under the other settings, with the reason."""
+        """Returns the keys without effect under the other settings, mapped to the reasons."""
         source = type(self.weights).__name__
         found: dict[str, str] = {}
         chosen = self.groups_set_by_runs()

@@ -140,9 +140,9 @@ def _write_pairs(pairs: Sequence[WeightedPair], path: Path) -> None:
 
 
 def load_weighed_pairs(cfg: ShowConfig) -> list[WeightedPair]:
-    """Returns the requested pairs under every requested view: one from the command line, or rows of a data set.
+    """Returns the requested pairs in each requested view: one from the command line, or rows of a data set.
 
-    Raises UserError if no pairs are named, or if a row does not exist or cannot be weighed or scored.
+    Raises UserError if no pairs are named, or if a row does not exist or cannot be weighted or scored.
     """
     typed = None
     if cfg.prompt is not None and cfg.chosen is not None and cfg.rejected is not None:
@@ -326,13 +326,13 @@ def _policy_folder(policy: str | None, run: str | None, column: str) -> str | No
 def load_bad_pairs(path: Path, ids: Sequence[str], column: str, model: ModelSpec) -> list[WeightedPair]:
     """Returns pairs of the saved step ``path``: those in ``ids``, else those with a non-finite loss, else all.
 
-    The tokenizer comes from ``model`` if that is set, else from the run. Raises UserError for another kind of file, a
-    column that the step lacks, or a missing tokenizer.
+    The tokenizer comes from ``model`` if that is set, else from the run. Raises UserError for a different kind of file,
+    a column that the step lacks, or a missing tokenizer.
     """
     contents = _load_saved_step(path)
     if column == "contribution":
         raise UserError(
-            "column=contribution: a saved step has no rewards by token: use log_ratio, logp, reference_logp, relative "
+            "column=contribution: a saved step has no per-token rewards: use log_ratio, logp, reference_logp, relative "
             "or weight"
         )
     decode = make_decoder(_load_saved_tokenizer(model, path))
@@ -352,7 +352,7 @@ def _load_saved_step(path: Path) -> dict[str, Any]:
         words = str(problem).partition("\n")[0]
         raise UserError(f"bad_batch={path}: cannot be read ({words}); {wanted}") from problem
     if not isinstance(contents, dict) or not {"processes", "pairs"} <= contents.keys():
-        raise UserError(f"bad_batch={path}: {wanted}, got other contents")
+        raise UserError(f"bad_batch={path}: {wanted}, got different contents")
     return contents
 
 
@@ -418,7 +418,7 @@ def _margins_without_tokens(
     scores: PairLogps,
     left_out: Sequence[tuple[int, int] | None],
 ) -> Float[Tensor, " _"]:
-    """Returns one margin per entry: with that token (side, index) set to the reference value; None sets none."""
+    """Returns one margin per entry: with that token (side, index) set to the reference value; None changes none."""
     copies = len(left_out)
     batch = collate([example] * copies, padded_layout, 0, copies)
     shape = batch.main.response_mask.shape

@@ -78,7 +78,7 @@ class ShowConfig(RunConfig):
         return None if self.out in (None, "-") else Path(str(self.out)).expanduser()
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists keys without effect under the other settings, with the reason."""
+        """Returns the keys without effect under the other settings, mapped to the reasons."""
         found = {**super().unused_keys(), **dict.fromkeys(TRAINING, "show trains nothing")}
         found |= dict.fromkeys(("drift", "truth", "seed", "layout"), "show trains nothing")
         if self.run is not None or self.bad_batch is not None:

@@ -187,7 +187,7 @@ def train(
 def add_reference_logps_to_splits(
     store: Store, table: StoreTable, sets: Mapping[str, ExampleSet]
 ) -> dict[str, Sequence[TrainingExample]]:
-    """Returns the examples of every split with the stored reference log-probabilities."""
+    """Returns the examples of each split with the stored reference log-probabilities."""
     return {split: add_reference_logps(Path(store.root), table, made) for split, made in sets.items()}
 
 

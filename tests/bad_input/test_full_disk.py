@@ -23,7 +23,7 @@ from attnpo.schema import Message
 from tests.bad_input.conftest import Record
 from tests.run.worlds import World, build_world
 
-KEPT = "files written earlier are intact: free space, or choose a folder on another disk, and repeat the same command"
+KEPT = "files written earlier are intact: free space, or choose a folder on another disk, and rerun the same command"
 LOST = "the file that did not fit"
 LARGEST = 900  # bytes: a lock fits, nothing that a command leaves does
 

@@ -94,7 +94,7 @@ def test_side_numbers() -> None:
     assert "coverage 75.0 %, source coverage 50.0 %, kept mass 90.0 %, effective" in told
     assert math.isnan(response().num_effective) and math.isnan(response(("x", math.nan)).num_effective)
     assert response(("x", 1.0), cut="twelve chars").summary().endswith("12 characters cut")
-    with pytest.raises(UserError, match="weight: expected one value for each of the 3 tokens, got 1"):
+    with pytest.raises(UserError, match=r"weight: expected one value per token \(3 tokens\), got 1"):
         replace(side, weights=torch.ones(1))
 
 

@@ -400,7 +400,7 @@ def test_blocks_that_do_not_compile_stay_plain_under_auto_and_are_refused_by_nam
         spec, _ = policies_room.refit_without_compilation(plan, base.spec, policy)
         assert spec.compile is None and spec.uses_checkpointing
         assert not is_compiled(policy) and policy.model.is_activation_checkpointing
-    assert caplog.text.count("model.compile=auto: training continues without compiled blocks: wrong on this card") == 2
+    assert caplog.text.count("model.compile=auto: training continues without compiled blocks (wrong on this card") == 2
     assert len(tried) == (2 if breaks else 1)
     _, base, policy = compiling(world.config(*given, "model.compile=eager"), monkeypatch)
     with pytest.raises(UserError, match="wrong on this card"):

@@ -116,7 +116,7 @@ def test_files_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         show.parse_pair_texts(["prompt=@none.txt", "chosen=a", "rejected=b"])
     with pytest.raises(UserError, match=r"prompt=- and chosen=-: standard input can be read only once"):
         show.parse_pair_texts(["prompt=-", "chosen=-", "rejected=b"])
-    with pytest.raises(UserError, match="prompt= is given twice"):
+    with pytest.raises(UserError, match="prompt= is set twice"):
         show.parse_pair_texts(["prompt=a", "prompt=b"])
 
 
@@ -247,7 +247,7 @@ def test_what_is_wrong_with_a_saved_step(
     assert "set model.path=" in refused(capsys, f"bad_batch={tmp_path}/moved.pt")
     assert "expected a file nonfinite-step-N.pt" in refused(capsys, f"bad_batch={tmp_path}/text.pt", "model.path=x")
     assert "expected a file nonfinite-step-N.pt" in refused(capsys, f"bad_batch={tmp_path}/none.pt", "model.path=x")
-    assert "has no rewards by token" in refused(capsys, f"bad_batch={path}", "column=contribution")
+    assert "has no per-token rewards" in refused(capsys, f"bad_batch={path}", "column=contribution")
     assert "none of the 3 pairs" in refused(capsys, f"bad_batch={path}", "ids=[zz]")
 
 
