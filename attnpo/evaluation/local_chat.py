@@ -116,7 +116,7 @@ class LocalChatModel:
             return
         requests = [GenerationRequest(one.ids, one.draw) for one in asked]
         for batch in self._generator.batches(requests, sampling):
-            answers = self._generator.answer([requests[index] for index in batch], sampling)
+            answers = self._generator.generate_batch([requests[index] for index in batch], sampling)
             yield {
                 index: Reply(answer.text, answer.tokens, STOP if answer.ended else LENGTH)
                 for index, answer in zip(batch, answers, strict=True)
@@ -373,7 +373,7 @@ class LocalGrader:
             requests = [GenerationRequest(ids, call.repeat) for call, ids in group]
             for batch in self._generator.batches(requests, sampling):
                 began = time.perf_counter()
-                answers = self._generator.answer([requests[index] for index in batch], sampling)
+                answers = self._generator.generate_batch([requests[index] for index in batch], sampling)
                 seconds = (time.perf_counter() - began) / len(batch)
                 for index, answer in zip(batch, answers, strict=True):
                     call, ids = group[index]

@@ -398,7 +398,7 @@ def _attention_forward(
     fused = not in_blocks and softcap is None and s_aux is None
     if segment_plan is not None:
         plan, rule = segment_plan, attention.rule
-        output = plan.attend_at_once(query, key, value, attention.scaling, rule.describe_window) if fused else None
+        output = plan.attend_in_one_call(query, key, value, attention.scaling, rule.describe_window) if fused else None
         if output is not None:
             return output, None
 

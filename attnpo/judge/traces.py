@@ -76,7 +76,7 @@ class TraceGenerator:
             raise UserError(_cannot_generate_message(self.model, f"{type(error).__name__}: {words}")) from error
 
     def _make_trace(self, row: list[int], index: int) -> ReasoningTrace:
-        closed = index in self._until.found and self._until.found[index] == len(row)
+        closed = index in self._until.lengths and self._until.lengths[index] == len(row)
         ids = row if closed or row[-1] not in self._ends else row[:-1]
         return ReasoningTrace(tuple(ids), decode_with_special_tokens(self.tokenizer, ids), closed)
 

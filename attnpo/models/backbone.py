@@ -1,6 +1,6 @@
 """Backbone and vocabulary head of a Hugging Face causal language model, and how they produce its logits.
 
-Both are found through transformers' accessors and config fields, never by model name, and checked on a few tokens.
+Both are located through transformers' accessors and config fields, never by model name, and checked on a few tokens.
 """
 
 import logging
@@ -90,7 +90,7 @@ def is_materialised(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def has_exact_parts(model: PreTrainedModel) -> bool:
-    """Checks on four tokens that backbone and head reproduce the model's logits; if not, logs the difference."""
+    """Checks on four tokens that the backbone and head reproduce the model's logits; if not, logs the difference."""
     parts = find_parts(model)
     if parts is None:
         logger.warning("%s: the vocabulary head is not a plain linear layer; full logits are used", _class_name(model))
@@ -115,7 +115,7 @@ def first_position(model: PreTrainedModel) -> int:
     """Finds by trial the position id of a row's first token: 0, or the padding id plus 1 (as in RoBERTa).
 
     Raises:
-        UserError: the model numbers positions in another way.
+        UserError: the model numbers positions differently.
     """
     backbone, padding = backbone_of(model), getattr(model.config.get_text_config(), "pad_token_id", None)
     start = padding + 1 if isinstance(padding, int) else 0
@@ -141,7 +141,7 @@ def probe_bound(expected: Tensor) -> float:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Puts ``model`` in eval mode inside the context; then restores each module's mode, even after an error."""
+    """Puts ``model`` in eval mode inside the context, then restores each module's mode, even after an error."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -153,7 +153,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Puts ``model``, except dropout, in training mode inside the context; restores modes, buffers and random state."""
+    """Puts ``model`` in training mode without dropout inside the context; restores modes, buffers and random state."""
     modes = {module: module.training for module in model.modules()}
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}

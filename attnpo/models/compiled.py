@@ -1,8 +1,8 @@
-"""Compiles a model's blocks one by one with ``torch.compile``, and checks that results stay the same.
+"""Compiles a model's blocks one by one with ``torch.compile``, and checks that the results stay the same.
 
-Blocks of the same kind share their compiled code. Adapters are compiled too. Not compiled are activation checkpointing,
-layouts, the vocabulary head with its chunk loop, calls with a KV cache, and bucketed attention, whose shapes change
-with every batch.
+Blocks of the same kind share their compiled code. Adapters are compiled too. Activation checkpointing, layouts, the
+vocabulary head with its chunk loop, calls with a KV cache, and bucketed attention, whose shapes change with every
+batch, are not compiled.
 """
 
 import gc
@@ -27,16 +27,16 @@ from attnpo.models.trial import EXACT, make_small_copy
 from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
-Taken = ParamSpec("Taken")
-Given = TypeVar("Given")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 LENGTHS = (48, 640)
-"""Lengths of the two pairs in the check, in tokens; the second is new to the code compiled for the first."""
+"""Lengths in tokens of the two pairs used in the check; code compiled for the first must also work for the second."""
 
 MOST_GRAPHS = 64
 """Maximum number of graphs per block, after which torch stops compiling.
 
-Gradients, prefixes and windows each need graphs of their own.
+Gradients, prefixes and windows each need separate graphs.
 """
 
 BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-3}  # norms are computed in float32 even in a float64 model
@@ -45,7 +45,7 @@ GRADIENT = "the gradient of layers."
 
 
 def compile_blocks(model: PreTrainedModel, backend: str) -> None:
-    """Makes torch compile every decoder block in place when it is first called; parameter names do not change.
+    """Sets up every decoder block to be compiled in place on its first call; parameter names do not change.
 
     Call it after ``activation_checkpointing_enable``. Raises ``UserError`` if torch does not know the backend.
     """
@@ -76,14 +76,14 @@ def check_backend(backend: str) -> None:
 def check_compiled_blocks(
     model: PreTrainedModel, backend: str, layout: Layout, device: torch.device, *, autocast: bool
 ) -> None:
-    """Checks that compiled blocks give the same log-probabilities and gradients as uncompiled ones.
+    """Checks that compiled blocks produce the same log-probabilities and gradients as uncompiled ones.
 
-    Runs a few layers of the same kinds and widths as the model's, with random weights. The run in float32 decides; the
-    run in the training precision must not fail, and its rounding error is logged. The model and the random state are
-    not changed.
+    Runs a few layers of the same kinds and widths as the model's, with random weights. The float32 results must match;
+    the run in the training precision only has to complete, and its rounding error is logged. The model and the random
+    state are not changed.
 
     Raises:
-        UserError: the compiled blocks fail or differ.
+        UserError: the compiled blocks fail, or their results differ.
     """
     what, kind = f"model.compile={backend}", type(model).__name__
     instead = "set model.compile=null, or another backend"
@@ -114,7 +114,7 @@ def check_compiled_blocks(
 
 
 def _find_largest_change(small: PreTrainedModel, backend: str, layout: Layout, *, autocast: bool) -> tuple[str, float]:
-    """Compiles a small model's blocks; returns the name of the tensor that changes most, and by what share."""
+    """Compiles a small model's blocks; returns the tensor that changes most and its relative change."""
     policy = ScoredLM(small)
     expected = _run_probe(policy, layout, autocast)
     compile_blocks(small, backend)
@@ -144,7 +144,7 @@ def _run_probe(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Te
 
 
 def _relative_gaps(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Returns, by name, the norm of each tensor's difference as a share of the expected norm.
+    """Returns each tensor's relative difference by name: the norm of the difference over the expected norm.
 
     The divisor is at least ``SMALLEST`` times the largest gradient norm.
     """
@@ -156,8 +156,8 @@ def _relative_gaps(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> 
     }
 
 
-def _without_cache(run: Callable[Taken, Given], plain: Callable[Taken, Given]) -> Callable[Taken, Given]:
-    def forward(*arguments: Taken.args, **more: Taken.kwargs) -> Given:
+def _without_cache(run: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
+    def forward(*arguments: P.args, **more: P.kwargs) -> R:
         # Each layer has its own cache object, which grows with every call; every call would trigger a recompilation.
         if more.get("past_key_values") is not None:
             return plain(*arguments, **more)
@@ -167,10 +167,10 @@ def _without_cache(run: Callable[Taken, Given], plain: Callable[Taken, Given]) -
     return forward
 
 
-def _checkpoint_forward(block: nn.Module, run: Callable[Taken, Given]) -> Callable[Taken, Given]:
-    again: Callable[Taken, Given] = partial(checkpoint, run, use_reentrant=False)
+def _checkpoint_forward(block: nn.Module, run: Callable[P, R]) -> Callable[P, R]:
+    again: Callable[P, R] = partial(checkpoint, run, use_reentrant=False)
 
-    def forward(*arguments: Taken.args, **more: Taken.kwargs) -> Given:
+    def forward(*arguments: P.args, **more: P.kwargs) -> R:
         return (again if block.training and torch.is_grad_enabled() else run)(*arguments, **more)
 
     return forward

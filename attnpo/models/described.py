@@ -1,6 +1,6 @@
-"""Facts about a model's attention from its config, before weights are loaded: kernel, readable layers, exact length.
+"""Reads a model's attention kernel, readable layers and exact length from its config, before weights are loaded.
 
-Kernel and layers are found in the module tree on the meta device, never by the name of the model type.
+The kernel and layers are determined from the module tree on the meta device, never from the name of the model type.
 """
 
 import inspect
@@ -16,8 +16,8 @@ from attnpo.schema import UserError
 class ModelDescription(NamedTuple):
     """Class name of a causal LM, its attention implementation ("sdpa", or "eager" if it has no other) and its layers.
 
-    ``layers``: ascending numbers, counted from 1, of the layers whose attention can be read. ``mapped``: attention can
-    be read only as maps of eager attention. ``why``: the reason if no layer can be read.
+    ``layers``: 1-based indices, in ascending order, of the layers whose attention can be read. ``mapped``: attention
+    can be read only as eager attention maps. ``why``: the reason if no layer can be read.
     """
 
     name: str
@@ -39,7 +39,7 @@ _on_meta: dict[tuple[str, str | None], PreTrainedModel] = {}
 
 
 def describe_model(config: PretrainedConfig) -> ModelDescription:
-    """Describes the causal LM of ``config``. Raises ``UserError`` if there is no such model."""
+    """Describes the causal LM that ``config`` defines. Raises ``UserError`` if it does not define one."""
     model = build_on_meta(config)
     backbone = backbone_of(model)
     name, attention = type(model).__name__, str(backbone.config._attn_implementation)
@@ -51,20 +51,20 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
 
 
 def attending_layers(backbone: PreTrainedModel) -> tuple[int, ...]:
-    """Returns the ascending numbers, counted from 1, of the layers that use transformers' ``AttentionInterface``."""
+    """Returns the 1-based indices, in ascending order, of the layers that use transformers' ``AttentionInterface``."""
     numbers = {getattr(part, "layer_idx", None) for part in backbone.modules() if _uses_attention_interface(part)}
     return tuple(sorted(number + 1 for number in numbers if isinstance(number, int) and number >= 0))
 
 
 def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
-    """Returns the layers that return eager attention maps for six meta tokens, or the reason why none does."""
+    """Returns the layers that return eager attention maps for six meta tokens, or the reason if none do."""
     ids = torch.zeros(1, TRIED, dtype=torch.long, device="meta")
     try:
         asked = {"attention_mask": torch.ones_like(ids), "output_attentions": True, "use_cache": False}
         model = build_on_meta(config, "eager").train(False)
         given = model(input_ids=ids, **asked).get("attentions") or ()
     except Exception as error:  # noqa: BLE001  # code of any model, which may read values that meta tensors lack
-        if not _can_give_maps(model):
+        if not _can_return_maps(model):
             return (), NO_MAPS
         return (), (
             "none of its layers uses transformers' AttentionInterface, and its attention maps (output_attentions) "
@@ -74,7 +74,7 @@ def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
     shapes = [getattr(each, "shape", ())[2:] for each in given]
     layers = tuple(number for number, shape in enumerate(shapes, 1) if shape == (TRIED, TRIED))
     if not given:
-        return (), NO_ROWS if _can_give_maps(model) else NO_MAPS
+        return (), NO_ROWS if _can_return_maps(model) else NO_MAPS
     if not layers:
         found = " x ".join(map(str, getattr(given[0], "shape", ())))
         return (), f"it has no softmax attention: output_attentions have the shape {found} instead of tokens x tokens"
@@ -83,7 +83,7 @@ def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
     return layers, ""
 
 
-def _can_give_maps(model: PreTrainedModel) -> bool:
+def _can_return_maps(model: PreTrainedModel) -> bool:
     """Returns whether the class declares attention maps, as recorded outputs or as an argument of its forward."""
     return any(
         "attentions" in (getattr(part, "_can_record_outputs", None) or ())
@@ -93,9 +93,9 @@ def _can_give_maps(model: PreTrainedModel) -> bool:
 
 
 def build_on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
-    """Builds the causal LM of ``config`` on the meta device; the result is cached and must not be modified.
+    """Builds the causal LM for ``config`` on the meta device; the result is cached and must not be modified.
 
-    ``attention``: required attention implementation. Raises ``UserError`` if there is no such model.
+    ``attention``: required attention implementation. Raises ``UserError`` if ``config`` does not define a causal LM.
     """
     try:
         key = (type(config).__name__ + config.to_json_string(use_diff=False), attention)
@@ -125,7 +125,7 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def config_vocabulary_size(config: PretrainedConfig) -> int | None:
-    """Returns the vocabulary size in a model's config; None if the config does not give it."""
+    """Returns the vocabulary size from a model's config; None if the config lacks it."""
     rows = getattr(config.get_text_config(), "vocab_size", None)
     return rows if isinstance(rows, int) else None
 
@@ -146,7 +146,7 @@ def values_per_layer(config: PretrainedConfig, name: str) -> list[int]:
 
 
 def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
-    """Returns the length up to which numbers do not depend on a row's batch, with the rope type; None: unlimited."""
+    """Returns the length up to which results do not depend on the batch, and the rope type; None if unlimited."""
     text = config.get_text_config()
     lengths = []
     for rope in _rope_settings(text):
@@ -163,19 +163,19 @@ def check_exact_length(config: PretrainedConfig, path: str, key: str, length: in
     """Checks that rows of ``length`` tokens, set by ``key``, do not exceed the exact length of the model at ``path``.
 
     Raises:
-        UserError: the rows are longer.
+        UserError: the rows are too long.
     """
     exact = exact_length(config)
     if exact is not None and length > exact[0]:
         raise UserError(
             f"{key}={length}: beyond {exact[0]} tokens the rotary positions of {path} (rope type {exact[1]}) depend on "
-            "the longest sequence of a batch, so a row's numbers would change with the rest of its batch: set "
+            "the longest sequence in the batch, so a row's results would depend on the rest of its batch: set "
             f"{key}={exact[0]} or lower, or choose another model"
         )
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """Returns the number of positions that a config allows, including rope scaling; None if it gives none."""
+    """Returns the number of positions that a config allows, including rope scaling; None if it does not specify one."""
     text = config.get_text_config()
     stated = max_over_layers(text, "max_position_embeddings")
     if stated is None:
@@ -194,7 +194,7 @@ def _rope_settings(text: PretrainedConfig) -> list[dict[str, Any]]:
 
 
 def position_warning(config: PretrainedConfig, path: str, key: str, length: int) -> str | None:
-    """Returns a warning if ``length``, the value of ``key``, exceeds the positions of the model, else None."""
+    """Returns a warning if ``length``, the value of ``key``, exceeds the model's number of positions, else None."""
     positions = max_positions(config)
     if positions is None or length <= positions:
         return None

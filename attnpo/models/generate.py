@@ -1,8 +1,8 @@
-"""Generates answers with a causal LM through Hugging Face ``generate``, using only attnpo's own decoding settings.
+"""Generates responses with a causal LM through Hugging Face ``generate``, using only attnpo's own decoding settings.
 
-From the folder's generation config only the end-of-sequence ids are used. Sampling inverts the cumulative distribution
-with one uniform number per prompt and step, derived from the seed and the prompt, so an answer does not depend on its
-batch. Presence and frequency penalties are first subtracted from the logits, as in vLLM and OpenAI's API.
+Only the end-of-sequence ids are taken from the folder's generation config. Sampling inverts the cumulative distribution
+with one uniform number per prompt and step, derived from the seed and the prompt, so a response does not depend on its
+batch. Presence and frequency penalties are subtracted from the logits first, as in vLLM and OpenAI's API.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,17 +38,17 @@ from attnpo.text.chat import ChatFormat
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Token ids of a prompt, up to the start of the answer; ``draw``: index among several answers to this prompt."""
+    """Token ids of a prompt, up to the start of the response; ``draw``: index among several responses to it."""
 
     ids: Sequence[int]
     draw: int = 0
 
 
 @dataclass(frozen=True)
-class GeneratedAnswer:
-    """Text of an answer without special tokens, its number of tokens, and whether the model ended the answer itself.
+class GeneratedResponse:
+    """Text of a response without special tokens, its number of tokens, and whether the model stopped by itself.
 
-    ``tokens`` does not count the end token; an answer without one has ``max_new_tokens`` tokens.
+    ``tokens`` does not count the end token; a response without one has ``max_new_tokens`` tokens.
     """
 
     text: str
@@ -57,11 +57,11 @@ class GeneratedAnswer:
 
 
 class HFGenerator:
-    """Generator that answers chat prompts with a Hugging Face causal LM.
+    """Generates responses to chat prompts with a Hugging Face causal LM.
 
-    ``encode_prompt`` maps turns to token ids, up to the start of the answer. A batch has at most ``batch_size`` prompts
-    and ``token_budget`` tokens, including padding and room for answers, but at least one prompt. ``end_ids``:
-    additional token ids that end an answer.
+    ``encode_prompt`` maps turns to token ids, up to the start of the response. A batch has at most ``batch_size``
+    prompts and ``token_budget`` tokens, including padding and room for responses, but at least one prompt. ``end_ids``:
+    additional token ids that end a response.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class HFGenerator:
         self.end_ids = collect_end_ids(self.model, tokenizer, end_ids)
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
-        """Returns one answer per prompt, in order and without special tokens; a repeated prompt gets a new sample.
+        """Returns one response per prompt, in order and without special tokens; a repeated prompt gets a new sample.
 
-        Raises ``UserError`` for settings out of range or an empty prompt.
+        Raises ``UserError`` for out-of-range settings or an empty prompt.
         """
         seen: dict[tuple[int, ...], int] = {}
         requests = []
@@ -94,9 +94,9 @@ class HFGenerator:
             ids = tuple(self.encode_prompt(prompt))
             seen[ids] = seen.get(ids, -1) + 1
             requests.append(GenerationRequest(ids, seen[ids]))
-        answers: dict[int, GeneratedAnswer] = {}
+        answers: dict[int, GeneratedResponse] = {}
         for batch in self.batches(requests, sampling):
-            answers.update(zip(batch, self.answer([requests[i] for i in batch], sampling), strict=True))
+            answers.update(zip(batch, self.generate_batch([requests[i] for i in batch], sampling), strict=True))
         return [answers[index].text for index in range(len(requests))]
 
     def batches(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[list[int]]:
@@ -111,29 +111,29 @@ class HFGenerator:
 
         return list(batch_longest_first([len(request.ids) for request in requests], size))
 
-    def answer(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[GeneratedAnswer]:
-        """Answers one batch, in order; torch's global random state is neither used nor changed."""
+    def generate_batch(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[GeneratedResponse]:
+        """Generates one batch of responses, in order, without using or changing torch's global random state."""
         pad_id = padding_id(self.model, self.tokenizer, self.end_ids)
         made = generate_tokens(self.model, requests, sampling, sampling.max_new_tokens, self.end_ids, pad_id)
         ends = self.end_ids.union(sampling.stop_ids)
         rows = [(row[:-1], True) if row[-1] in ends else (row, False) for row in made]
         texts = self.tokenizer.batch_decode([new for new, _ in rows], skip_special_tokens=True)
-        return [GeneratedAnswer(text, len(new), ended) for text, (new, ended) in zip(texts, rows, strict=True)]
+        return [GeneratedResponse(text, len(new), ended) for text, (new, ended) in zip(texts, rows, strict=True)]
 
 
 def generate_tokens(
     model: PreTrainedModel,
     requests: Sequence[GenerationRequest],
     sampling: Sampling,
-    most: int,
+    limit: int,
     end_ids: Collection[int],
     pad_id: int,
     until: "StopAtText | None" = None,
 ) -> list[list[int]]:
-    """Generates at most ``most`` token ids per request, up to and including the first id that ends an answer.
+    """Generates at most ``limit`` token ids per request, up to and including the first id that ends a response.
 
-    Runs in eval mode without gradient; torch's global random state is neither used nor changed. ``until``: ends each
-    answer once it contains a given string.
+    Runs in eval mode without gradients; torch's global random state is neither used nor changed. ``until``: stops each
+    response once it contains a given string.
     """
     ends = {*end_ids, *sampling.stop_ids}
     width = max(len(request.ids) for request in requests)
@@ -143,7 +143,7 @@ def generate_tokens(
     config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,  # _Draw samples
         num_beams=1,
-        max_new_tokens=most,
+        max_new_tokens=limit,
         eos_token_id=sorted(ends) or None,
         pad_token_id=pad_id,
     )
@@ -156,21 +156,21 @@ def generate_tokens(
             stopping_criteria=StoppingCriteriaList([] if until is None else [until.prepare(width)]),
         )
     rows = output[:, width:].tolist()
-    stops = [next((place for place, token in enumerate(row, 1) if token in ends), most) for row in rows]
+    stops = [next((place for place, token in enumerate(row, 1) if token in ends), limit) for row in rows]
     if until is not None:
-        stops = [min(stop, until.found.get(place, most)) for place, stop in enumerate(stops)]
+        stops = [min(stop, until.lengths.get(place, limit)) for place, stop in enumerate(stops)]
     return [row[:stop] for row, stop in zip(rows, stops, strict=True)]
 
 
 class StopAtText(StoppingCriteria):
-    """Stopping criterion that ends an answer once it contains ``text``.
+    """Stopping criterion that stops a response once it contains ``text``.
 
-    ``found``: for each ended row of the batch, the length of the answer in tokens.
+    ``lengths``: for each finished row of the batch, the length of the response in tokens.
     """
 
     def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self.text, self.tokenizer = text, tokenizer
-        self.found: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
         self._width = 0
         # A token has at least one byte; a few tokens more, because decoding may drop a leading blank.
         self._window = len(text.encode()) + 4
@@ -178,16 +178,16 @@ class StopAtText(StoppingCriteria):
     def prepare(self, width: int) -> "StopAtText":
         """Resets the criterion for a batch of prompts padded to ``width`` tokens, and returns it."""
         self._width = width
-        self.found.clear()
+        self.lengths.clear()
         return self
 
     def __call__(self, input_ids: Int[Tensor, "rows T"], scores: object, **kwargs: object) -> Bool[Tensor, " rows"]:
         """Returns a mask of the finished rows."""
         written = input_ids.shape[1] - self._width
         for row, ids in enumerate(input_ids[:, self._width :][:, -self._window :].tolist()):
-            if row not in self.found and self.text in decode_with_special_tokens(self.tokenizer, ids):
-                self.found[row] = written
-        done = [row in self.found for row in range(input_ids.shape[0])]
+            if row not in self.lengths and self.text in decode_with_special_tokens(self.tokenizer, ids):
+                self.lengths[row] = written
+        done = [row in self.lengths for row in range(input_ids.shape[0])]
         return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
 
 
@@ -207,7 +207,7 @@ def batch_longest_first(lengths: Sequence[int], size: Callable[[int], int]) -> I
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """Returns the context length in a model's config, limited to the exact length; None if the config gives none."""
+    """Returns the context length from a model's config, capped at the exact length; None if the config lacks it."""
     exact = exact_length(config)
     if exact is not None:
         return exact[0]
@@ -216,7 +216,7 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 
 def max_sequence_length(path: str, revision: str | None, key: str, asked: int | None) -> int | None:
-    """Returns the maximum length of prompt plus answer: ``asked`` (the value of ``key``) or the model's context length.
+    """Returns the maximum length of prompt plus response: ``asked`` (value of ``key``) or the model's context length.
 
     Raises ``UserError`` if ``asked`` exceeds the model's exact length.
     """
@@ -228,9 +228,9 @@ def max_sequence_length(path: str, revision: str | None, key: str, asked: int | 
 
 
 class RepetitionPenalties(LogitsProcessor):
-    """Logits processor that penalises tokens already in the answer: ``presence``, plus ``frequency`` per occurrence.
+    """Logits processor that penalises tokens already in the response: ``presence``, plus ``frequency`` per occurrence.
 
-    The answer starts after the first ``width`` tokens. Source: OpenAI's API reference, which vLLM follows.
+    The response starts after the first ``width`` tokens. Source: OpenAI's API reference, which vLLM follows.
     """
 
     def __init__(self, presence: float, frequency: float, width: int) -> None:
@@ -246,7 +246,7 @@ class RepetitionPenalties(LogitsProcessor):
 
 
 class _InverseSampling(LogitsProcessor):
-    """Logits processor that samples by inversion, with one random number per prompt and step: keeps the drawn token."""
+    """Logits processor that samples by inversion with one random number per prompt and step; keeps the drawn token."""
 
     def __init__(self, uniforms: Float[Tensor, "rows steps"], width: int) -> None:
         self.uniforms, self.width = uniforms, width
@@ -284,21 +284,21 @@ def make_logits_processors(
 
 
 def draw_uniforms(request: GenerationRequest, sampling: Sampling) -> Float[Tensor, " steps"]:
-    """Draws one number in [0, 1) per step, determined by the seed, the prompt and the index of the answer."""
+    """Draws one number in [0, 1) per step, determined by the seed, the prompt and the index of the response."""
     seed = int(digest([sampling.seed, list(request.ids), request.draw])[:15], 16)
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
 
 
 def padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> int:
-    """Returns the tokenizer's padding id; if the model has no embedding for it, an end id, or else 0."""
+    """Returns the tokenizer's padding id; if the model has no embedding for it, an end id, or 0 if there is none."""
     rows, pad = config_vocabulary_size(model.config), tokenizer.pad_token_id
     known = [index for index in ([] if pad is None else [int(pad)]) + sorted(end_ids) if rows is None or index < rows]
     return known[0] if known else 0
 
 
 def collect_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> frozenset[int]:
-    """Collects the token ids that end an answer, from the model's folder, the tokenizer and ``more``."""
+    """Collects the token ids that end a response, from the model's folder, the tokenizer and ``more``."""
     ids = set(more) | _end_ids(model.generation_config)
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
@@ -306,7 +306,7 @@ def collect_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 
 def extra_end_ids(path: str | Path) -> dict[str, list[int]]:
-    """Returns, for a cache key, EOS ids that generation_config.json has and config.json lacks; empty for a hub name."""
+    """Returns the EOS ids that are only in generation_config.json, for use in a cache key; empty for a hub name."""
     if not (Path(path).expanduser() / GENERATION_CONFIG_NAME).is_file():
         return {}
     try:
@@ -324,7 +324,7 @@ def _end_ids(config: GenerationConfig | PretrainedConfig | None) -> set[int]:
 
 @contextmanager
 def replace_generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Uses ``config`` inside the context, not the folder's generation config, which would fill in unset values."""
+    """Replaces the folder's generation config, which would fill in unset values, with ``config`` inside the context."""
     folder = model.generation_config
     model.generation_config = config
     try:

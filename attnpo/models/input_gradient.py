@@ -1,4 +1,4 @@
-"""Influence of each input token on a model's next token: the gradient of one logit at the input embeddings.
+"""Measures each input token's influence on the next token: the gradient of one logit at the input embeddings.
 
 The forward pass goes through ``ScoredLM``, so sharding, adapters and autocast apply. A hook captures the embeddings on
 their way into the backbone, and no parameter gets a gradient.
@@ -110,7 +110,7 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
         hidden = policy(at_last, one, one == 0, frozenset({"hidden"})).hidden
     if len(embeddings) != 1 or embeddings[0].shape[:2] != inputs.input_ids.shape:
         raise UserError(
-            f"{type(policy.model).__name__} looked up its input embeddings {len(embeddings)} times in one forward "
+            f"{type(policy.model).__name__} looked up its input embeddings {len(embeddings)} times in one forward pass "
             "instead of once for all tokens, which weights=gradient does not support: choose another weight source"
         )
     if whole:  # the full model was called, because backbone and head do not reproduce its logits
@@ -123,15 +123,15 @@ def _embedding_module(policy: ScoredLM) -> nn.Module:
         return policy.model.get_input_embeddings()
     except (AttributeError, NotImplementedError) as error:
         raise UserError(
-            f"{type(policy.model).__name__} does not give access to its input embeddings, which weights=gradient "
+            f"{type(policy.model).__name__} does not expose its input embeddings, which weights=gradient "
             "needs: choose another weight source"
         ) from error
 
 
 @contextmanager
-def _hook_output(module: nn.Module, see: Callable[[Output], Tensor | None]) -> Iterator[None]:
-    """Calls ``see`` inside the context with outputs of ``module``, which ``see`` may replace, if gradients are on."""
-    handle = module.register_forward_hook(lambda _, __, made: see(made) if torch.is_grad_enabled() else None)
+def _hook_output(module: nn.Module, hook: Callable[[Output], Tensor | None]) -> Iterator[None]:
+    """Calls ``hook`` inside the context with each output of ``module`` if gradients are on; ``hook`` may replace it."""
+    handle = module.register_forward_hook(lambda _, __, made: hook(made) if torch.is_grad_enabled() else None)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Cached digests of large files, so that they are not hashed again on every start.
 
-The digests are stored next to the store of weights. A digest is valid only while path, device, inode, size, mtime and
-ctime are unchanged; ctime cannot be set by hand.
+The digests are stored next to the weight store. A digest is valid only while path, device, inode, size, mtime and ctime
+are unchanged; ctime cannot be set by hand.
 """
 
 import logging
@@ -18,14 +18,14 @@ CHOICES = ("kept", "full")
 LARGE = 1 << 20
 """Minimum file size in bytes for a cached digest; smaller files are hashed quickly."""
 SETTLED = 2 * 10**9
-"""Nanoseconds after a change in which another write may leave the same times; digests taken then are not cached."""
+"""Nanoseconds after a change in which another write may not change the timestamps; digests are not cached then."""
 
 _known: dict[tuple[str | int, ...], str] = {}
 _places: list[tuple[Path, bool]] = []
 
 
 def set_digest_folder(folder: Path, *, full: bool = False) -> None:
-    """Sets the folder in which digests are cached; with ``full``, cached digests are ignored and files hashed again."""
+    """Sets the folder for cached digests; with ``full``, cached digests are ignored and all files are hashed again."""
     _places[:] = [(folder.absolute(), full)]  # independent of later changes of the working directory
 
 
@@ -52,7 +52,7 @@ def _file_facts(file: Path) -> dict[str, str | int]:
 
 
 def _record_path(facts: dict[str, str | int]) -> Path | None:
-    """Returns the path of a file's digest record; None for small files and file systems without reliable times."""
+    """Returns the path of a file's digest record; None for small files and file systems without reliable timestamps."""
     sure = os.name == "posix" and facts["inode"] and facts["ctime_ns"]  # on Windows ctime is the creation time
     if not _places or not sure or int(facts["size"]) < LARGE:
         return None

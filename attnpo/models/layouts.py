@@ -1,7 +1,7 @@
-"""Arranges prompts and responses as model inputs, with the position that predicts each response token.
+"""Arranges prompts and responses as model inputs, with the positions that predict the response tokens.
 
 A layout returns ``ModelInputs`` with a ``predict_index``, the map from response space (rows x R) to the model's hidden
-states. All layouts give the same numbers up to rounding; ``trial`` finds out which ones a model supports.
+states. All layouts produce the same results up to rounding; ``trial`` finds out which ones a model supports.
 """
 
 import logging
@@ -23,7 +23,7 @@ Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
 class LayoutOutput(NamedTuple):
-    """Model inputs, and in response space the ids and mask of the response tokens to score."""
+    """Model inputs, with the ids and mask of the response tokens to score, in response space."""
 
     inputs: ModelInputs
     response_ids: Int[Tensor, "rows R"]
@@ -139,7 +139,7 @@ def _log_unshared_prompts() -> None:
 
 
 def _predict_index(sequences: Sequences, before: Sequence[int], starts: Sequence[int]) -> Int[Tensor, "rows R"]:
-    """Returns the flat index of the state that predicts each token: ``before`` for the first, then the token before."""
+    """Returns the flat index of the state that predicts each token: ``before`` first, then the previous token."""
     index = torch.zeros(len(sequences), max(len(response) for _, response in sequences), dtype=torch.long)
     for row, (_, response) in enumerate(sequences):
         count = len(response)

@@ -81,8 +81,8 @@ def load_model(
     causal and is not checked again.
 
     Raises:
-        UserError: files are missing, incomplete, of the wrong shape or an adapter's; the hub is unreachable; or the
-            model is not causal.
+        UserError: files are missing or incomplete, weights have the wrong shape or belong to an adapter, the hub is
+            unreachable, or the model is not causal.
     """
     check_choice("dtype", dtype, list(DTYPES))
     source = _resolve_source(path, "model")
@@ -160,7 +160,7 @@ def _quantization_kwargs(quantize: str, compute: torch.dtype, device: torch.devi
 
 
 _Report = Mapping[str, Any]
-"""Loading info of transformers: names of missing and unexpected parameters; name and both shapes of mismatched ones."""
+"""Loading info from transformers: names of missing and unexpected parameters; names and shapes of mismatched ones."""
 
 
 def _check_loading_info(path: str | Path, model: PreTrainedModel, info: _Report, fresh_head: bool) -> None:
@@ -178,12 +178,12 @@ def _check_loading_info(path: str | Path, model: PreTrainedModel, info: _Report,
     if missing:
         raise UserError(
             f"{path}: {len(missing)} parameters of {what} are missing from the weight files (first: {missing[0]}) and "
-            "would stay random: check that the folder is complete and matches its config.json"
+            "would stay randomly initialised: check that the folder is complete and matches its config.json"
         )
     unused = sorted(info["unexpected_keys"])
     if unused:
         logger.warning(
-            "%s: %d tensors of the weight files do not exist in %s and are ignored (first: %s): check that config.json "
+            "%s: %d tensors in the weight files do not exist in %s and are ignored (first: %s): check that config.json "
             "belongs to these weights",
             *(path, len(unused), what, unused[0]),
         )
@@ -217,7 +217,7 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
 def num_layers(path: str | Path, revision: str | None = None) -> int:
     """Returns the number of layers from a model's config.
 
-    Raises ``UserError`` if the config does not give it.
+    Raises ``UserError`` if the config lacks it.
     """
     depth = getattr(load_text_config(path, revision), "num_hidden_layers", None)
     if not isinstance(depth, int):
@@ -226,7 +226,7 @@ def num_layers(path: str | Path, revision: str | None = None) -> int:
 
 
 def num_heads(path: str | Path, revision: str | None = None) -> int:
-    """Returns the number of query heads per layer; raises ``UserError`` if it differs by layer or is not given."""
+    """Returns the number of query heads per layer; raises ``UserError`` if it differs by layer or is missing."""
     return num_heads_from_config(load_text_config(path, revision), path)
 
 
@@ -242,7 +242,7 @@ def num_heads_from_config(config: PretrainedConfig, path: str | Path) -> int:
             "over the heads of each layer) or choose another judge"
         )
     if not counts:
-        raise UserError(f"weights.heads: the config of {path} does not give a number of heads: set weights.heads=[]")
+        raise UserError(f"weights.heads: the config of {path} does not state the number of heads: set weights.heads=[]")
     return counts[0]
 
 
@@ -330,7 +330,7 @@ def _check_config(folder: Path) -> None:
 
 
 def _verify_checksums(folder: Path, patterns: tuple[str, ...]) -> None:
-    """Raises ``UserError`` if files of a folder with checksums, such as a run's best/, have changed."""
+    """Raises ``UserError`` if files have changed in a folder with checksums, e.g. a run's best/."""
     if has_checksums(folder) and (problem := describe_change(folder, only=patterns, digest=cached_digest)) is not None:
         raise UserError(
             f"{folder}: {problem}: copy or export the folder again, or remove its {SEAL} if the change is intended"
@@ -369,7 +369,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _wrap_loading_errors(what: str, path: str | Path, revision: str | None) -> Iterator[None]:
-    """Turns errors of transformers inside the context into ``UserError`` and silences the library's logging."""
+    """Converts transformers' errors inside the context to ``UserError`` and silences the library's logging."""
     local = Path(path).expanduser().is_dir()
     level = library.get_verbosity()
     library.set_verbosity(logging.CRITICAL)  # transformers logs tables of keys; we report the problems ourselves

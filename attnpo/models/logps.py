@@ -1,9 +1,9 @@
 """Per-token log-probabilities and other statistics of the vocabulary distribution, computed in chunks of tokens.
 
 No tensor of size tokens x vocabulary outlives its chunk: the forward keeps only the log normalisers, and the backward
-recomputes the logits of a chunk and turns them into their gradient in place. Statistics process a part of a chunk at a
-time, and chunks are half as long when two models are compared. Results are exact up to rounding; log-probabilities,
-normalisers and the head's gradient are float32 (float64 for float64 models).
+recomputes the logits of a chunk and turns them into their gradient in place. Statistics are computed for part of a
+chunk at a time, and chunks are half as long when two models are compared. Results are exact up to rounding;
+log-probabilities, normalisers and the head's gradient are float32 (float64 for float64 models).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ class Distributions(NamedTuple):
 
 
 class Statistic(NamedTuple):
-    """Statistic per token, and its gradient with respect to the (capped, scaled) logits."""
+    """Per-token statistic and its gradient with respect to the (capped, scaled) logits."""
 
     value: Callable[[Distributions], Tensor]
     gradient: Callable[[Distributions, Tensor], Tensor]
@@ -151,7 +151,7 @@ def statistics_from_logits(
     joint: Sequence[str] = (),
     other: Float[Tensor, "N vocab"] | None = None,
 ) -> dict[str, Float[Tensor, " N"]]:
-    """Computes the statistics of ``token_statistics`` from full logits with autograd, if the head is not plain."""
+    """Computes the statistics of ``token_statistics`` from full logits with autograd, for heads that are not plain."""
     logp = torch.log_softmax(logits.to(_accumulation_dtype(logits.dtype)), -1)
     second = None if other is None else torch.log_softmax(other.detach().to(logp.dtype), -1)
     distributions = Distributions(logp, logp.exp(), second, labels)

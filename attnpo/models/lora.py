@@ -1,4 +1,4 @@
-"""Adds low-rank adapters to a causal LM, merges them into plain weights, and disables them for the reference.
+"""Adds low-rank adapters to a causal LM, merges them into plain weights, and disables them to obtain the reference.
 
 The adapter layers are peft's, injected in place, so the model keeps its class, its parts and its vocabulary head. peft
 is imported only here, and only if a model has or gets adapters.
@@ -38,7 +38,7 @@ PEFT_MODEL = "base_model.model."  # prefix of parameter names saved by peft's wr
 
 
 def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
-    """Adds fresh adapters to the model, freezes its own weights, and returns it; the logits do not change.
+    """Adds new adapters to the model, freezes its own weights, and returns it; the logits do not change.
 
     Adapters on a half-precision base are float32.
 
@@ -85,10 +85,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass
 class MergeRounding:
-    """Part of the adapters' update that rounding loses on merging, summed over all adapted weights.
+    """Rounding loss from merging adapters into weights, summed over all adapted weights.
 
-    ``update``, ``lost``: squared norms of the update and of its lost part. ``unchanged``: how many of the ``weights``
-    equal those of the base after rounding to ``dtype``.
+    ``update``, ``lost``: squared norms of the update and of its lost part. ``unchanged``: number of the ``weights``
+    that equal the base's after rounding to ``dtype``.
     """
 
     base: str
@@ -100,12 +100,12 @@ class MergeRounding:
 
     @classmethod
     def for_merge(cls, model: PreTrainedModel, dtype: torch.dtype) -> "MergeRounding":
-        """Creates an empty count for merging a model's adapters into weights in ``dtype``."""
+        """Creates an empty record for merging a model's adapters into weights in ``dtype``."""
         quantized = getattr(model.config, "quantization_config", None) is not None
         return cls("4 bits" if quantized else dtype_name(model.dtype), dtype_name(dtype))
 
     def add(self, base: Tensor, merged: Tensor, written: Tensor) -> None:
-        """Adds a weight to the count; ``merged`` is base plus update before rounding, ``written`` after it."""
+        """Adds a weight to the record; ``merged`` is base plus update before rounding, ``written`` after rounding."""
         pieces = zip(*(torch.split(whole.flatten(), PIECE) for whole in (base, merged, written)), strict=True)
         for old, exact, rounded in pieces:
             start, update = old.to(rounded.dtype), exact - old.to(exact.dtype)
@@ -122,7 +122,7 @@ class MergeRounding:
 
     @property
     def unchanged_share(self) -> float:
-        """Returns the share of the adapted weights that equal those of the base."""
+        """Returns the share of the adapted weights that equal the base's."""
         return self.unchanged / max(1, self.weights)
 
     def to_json(self) -> dict[str, Json]:
@@ -143,7 +143,7 @@ def merge_state_dict(
 ) -> dict[str, Tensor]:
     """Merges the adapters into a state dict of the plain base model, under its own parameter names, on the CPU.
 
-    Sums are computed in float32 and rounded once to ``dtype`` (None: the base's); ``rounding`` counts the loss. The
+    Sums are computed in float32 and rounded once to ``dtype`` (None: the base's); ``rounding`` records the loss. The
     model is not changed, and tensors without an adapter may share its memory. 4-bit weights are dequantized. Sharded
     tensors are gathered one by one (a collective: every rank must call it); with ``keep`` false the dict is empty.
     """
@@ -200,7 +200,7 @@ def write_adapter(
 
 
 class AdapterDisabledReference(ScoredLM):
-    """Reference model that is the policy with disabled adapters, in eval mode and without gradient.
+    """Reference model: the policy with its adapters disabled, in eval mode and without gradients.
 
     It owns no parameters and follows the policy's device and sharding. Raises UserError for a policy without adapters.
     """
@@ -233,7 +233,7 @@ class AdapterDisabledReference(ScoredLM):
         requests: Collection[str] = frozenset({"logps"}),
         other: tuple[Float[Tensor, "rows R e"], LMHead] | None = None,
     ) -> TokenStats:
-        """Computes statistics of every response token under the base, then restores the policy's mode and adapters."""
+        """Computes statistics of all response tokens under the base, then restores the policy's mode and adapters."""
         with torch.no_grad(), eval_mode(self.policy), disable_adapters(self.policy.model):
             stats: TokenStats = self.policy(inputs, response_ids, response_mask, requests, other)
         return stats
@@ -293,7 +293,7 @@ def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
                     f"{', '.join(short) or 'none'}"
                 )
     if not chosen and not experts:
-        raise UserError(f"model.lora: {type(model).__name__} has no linear module besides its head to adapt")
+        raise UserError(f"model.lora: {type(model).__name__} has no linear module to adapt besides its head")
     return chosen
 
 
@@ -334,7 +334,7 @@ def unadaptable_names(model: PreTrainedModel) -> list[str]:
 
 
 def describe_adapter_coverage(model: PreTrainedModel, spec: LoraSpec) -> str:
-    """Describes for the log which share of the parameters is in adapted modules, and which modules are not adapted."""
+    """Describes for the log what share of the parameters is in adapted modules, and which modules are not adapted."""
     targets, experts = target_names(model, spec), expert_tensor_names(model, spec)
     owned = {f"{name}.weight" for name in targets} | set(experts)
     reached, stacked, total = 0, 0, 0

@@ -62,7 +62,7 @@ class ModelShape:
 
     @classmethod
     def from_model_config(cls, config: PretrainedConfig, lora: LoraSpec | None = None) -> "ModelShape":
-        """Builds the shape from a causal LM's widest layers; raises UserError if ``config`` is of another model."""
+        """Builds the shape from a causal LM's widest layers; raises UserError if ``config`` is not a causal LM's."""
         model = build_on_meta(config)
         stack = layer_stack(backbone_of(model))
         text = config.get_text_config()
@@ -90,23 +90,23 @@ class ModelShape:
 
 
 def count_adapter_parameters(model: PreTrainedModel, lora: LoraSpec) -> int:
-    """Counts the parameters LoRA adds: rank x (inputs + outputs) of every linear layer or expert with an adapter."""
+    """Counts the parameters added by LoRA: rank x (inputs + outputs) of each linear layer or expert with an adapter."""
     weights = (model.get_submodule(name).get_parameter("weight") for name in target_names(model, lora))
     experts = (model.get_parameter(name).shape for name in expert_tensor_names(model, lora))
     return lora.rank * (sum(sum(weight.shape) for weight in weights) + sum(n * (a + b) for n, a, b in experts))
 
 
 def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> tuple[int, int]:
-    """Counts a causal LM's parameters, and those that LoRA adds; raises UserError if ``config`` is of another model."""
+    """Counts a causal LM's parameters and those added by LoRA; raises UserError if ``config`` is not a causal LM's."""
     model = build_on_meta(config)
     return parameter_count(model), 0 if lora is None else count_adapter_parameters(model, lora)
 
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Row of the memory table: bytes per device, how they were computed, and at which moments they are in use.
+    """Row of the memory table: bytes per device, how they were computed, and when they are in use.
 
-    ``moments``: () means always.
+    ``moments``: moments of the step at which they are in use; () means always.
     """
 
     name: str
@@ -115,12 +115,12 @@ class MemoryRow:
     moments: tuple[str, ...] = ()
 
     def bytes_at(self, moment: str) -> int:
-        """Returns the bytes in use at a moment of the step."""
+        """Returns the bytes in use at the given moment of the step."""
         return self.size if not self.moments or moment in self.moments else 0
 
     @property
-    def described_moments(self) -> str:
-        """Describes the moments of the row briefly."""
+    def moments_summary(self) -> str:
+        """Returns a short description of when the bytes are in use."""
         if set(self.moments) >= set(STEP):
             return ", ".join(["forward and backward", *(one for one in self.moments if one not in STEP)])
         return ", ".join(self.moments) or "always"
@@ -148,7 +148,7 @@ class MemoryEstimate:
         return self.bytes_at(self.peak)
 
     def bytes_at(self, moment: str) -> int:
-        """Returns the bytes per device at a moment of the step."""
+        """Returns the bytes per device at the given moment of the step."""
         return sum(row.bytes_at(moment) for row in self.rows)
 
     def fits(self, capacity: int) -> bool:
@@ -165,7 +165,7 @@ class MemoryEstimate:
         unit, name = (GIB, "GiB") if self.total >= GIB else (MIB, "MiB")
         lines = [f"memory of {self.title} (estimate{where}, {name})"]
         lines += [
-            f"  {row.name:{width}} {row.size / unit:8.2f}  {row.how} [{row.described_moments}]" for row in self.rows
+            f"  {row.name:{width}} {row.size / unit:8.2f}  {row.how} [{row.moments_summary}]" for row in self.rows
         ]
         lines.append(f"  {'total':{width}} {self.total / unit:8.2f}  at its peak: {self.peak}")
         if capacity is None:
@@ -182,8 +182,8 @@ class MemoryEstimate:
 def activation_bytes_per_token(shape: ModelShape, compute: int, stream: int) -> int:
     """Returns the bytes per token that one block saves for its backward pass.
 
-    ``compute`` and ``stream``: bytes per number in matrix products and on the residual stream; autocast copies a
-    float32 stream for each projection. Frozen weights save no input.
+    ``compute`` and ``stream``: bytes per element in matrix products and on the residual stream; autocast copies a
+    float32 stream for each projection. Frozen layers do not save their input.
     """
     measured = {(FP32, FP32): 24, (BF16, FP32): 26, (BF16, BF16): 16}
     if shape.rank:
@@ -259,12 +259,12 @@ def estimate_training(
         *_state_rows(step, model, moments, sharded, over),
         MemoryRow("gradient buckets", buckets, "DDP's copy of all gradients"),
         MemoryRow(
-            "gathered weights", gathered, f"embeddings and head, two blocks x {weight} B, whole", (*STEP, FORWARD)
+            "gathered weights", gathered, f"unsharded embeddings, head and two blocks x {weight} B", (*STEP, FORWARD)
         ),
-        MemoryRow("gathered gradients", gathered * whole, "of the gathered weights, before scattering", (BLOCK,)),
         MemoryRow(
-            "reference", copied * step.weight_bytes // sharded, f"a frozen copy in the format of the weights{over}"
+            "gathered gradients", gathered * whole, "gradients of the gathered weights, before scattering", (BLOCK,)
         ),
+        MemoryRow("reference", copied * step.weight_bytes // sharded, f"a frozen copy in the weights' dtype{over}"),
         MemoryRow(
             "reference forward",
             _forward_bytes(step, step.tokens) * (copied or reference == "adapter_off"),
@@ -275,7 +275,7 @@ def estimate_training(
         MemoryRow(
             "compiled block's gradients",
             of_block * (step.compiled and sharded == 1),
-            "of the block's weights, all at once at the end of the block's backward",
+            "gradients of the block's weights, all at once at the end of its backward",
             (BLOCK,),
         ),
         _head_row(step, chunk, trained=whole),
@@ -283,7 +283,7 @@ def estimate_training(
         MemoryRow(
             "moments unpacked",
             3 * FP32 * shape.largest // sharded * (moments != "float32"),
-            "of the largest tensor, in float32",
+            "moments of the largest tensor, in float32",
             (UPDATE,),
         ),
         MemoryRow(
@@ -300,7 +300,7 @@ def estimate_pass(
     tokens: int,
     mapped: int = 0,
 ) -> MemoryEstimate:
-    """Estimates the judge pass, without gradients: weights in ``dtype`` and ``tokens`` tokens per forward.
+    """Estimates the memory of the judge pass, without gradients: weights in ``dtype``, ``tokens`` tokens per forward.
 
     ``mapped``: length of the longest prompt whose full attention maps are kept, or 0. Raises UserError if ``config`` is
     not a causal LM's.
@@ -308,7 +308,7 @@ def estimate_pass(
     shape = ModelShape.from_model_config(config)
     weight = DTYPES[dtype].itemsize
     step = _MicroBatch(shape, weight, weight, tokens, recomputed=0, last_recomputed=False)
-    how = f"{tokens:,} tokens in the widest place of one block"
+    how = f"{tokens:,} tokens at the widest point of one block"
     rows = (
         MemoryRow("weights", shape.parameters * weight, f"{shape.parameters:,} parameters x {weight} B ({dtype})"),
         MemoryRow("activations", _forward_bytes(step, tokens), how, (FORWARD,)),
@@ -327,7 +327,7 @@ def estimate_pass(
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """Micro-batch for the estimate: model shape, bytes per weight and per product entry, tokens, recomputed blocks."""
+    """Micro-batch for the estimate: model shape, bytes per weight and product element, tokens, recomputed blocks."""
 
     shape: ModelShape
     weight: int
@@ -375,7 +375,7 @@ def _state_rows(step: _MicroBatch, model: ModelSpec, moments: str, sharded: int,
     shape, weight = step.shape, step.weight
     base = f"{shape.parameters:,} parameters x {weight} B ({model.dtype}){over}"
     if model.quantize is not None:
-        base = f"{shape.linear:,} numbers x {FOUR_BITS:.3f} B ({model.quantize}), others x {weight} B ({model.dtype})"
+        base = f"{shape.linear:,} weights x {FOUR_BITS:.3f} B ({model.quantize}), others x {weight} B ({model.dtype})"
     trained, size, what = shape.parameters, weight, "parameters"
     rows = [MemoryRow("weights", step.weight_bytes // sharded, base)]
     if step.dequantized_bytes:
@@ -414,7 +414,7 @@ def _step_rows(step: _MicroBatch) -> list[MemoryRow]:
     if step.last_recomputed:
         rows.append(MemoryRow("recomputed block", tokens * (each + flowing), "one block and its gradients", (BLOCK,)))
     else:
-        rows.append(MemoryRow("block's gradients", tokens * flowing, "of the activations of one block", (BLOCK,)))
+        rows.append(MemoryRow("block's gradients", tokens * flowing, "gradients of one block's activations", (BLOCK,)))
     if step.has_weight_copies and whole and not step.quantized:
         waiting = f"autocast's copies of {'all' if not step.recomputed else whole} blocks wait for the backward"
         rows.append(MemoryRow("bf16 weight copies", half * whole // shape.layers, waiting, STEP))
@@ -433,7 +433,7 @@ def _head_row(step: _MicroBatch, chunk: int, *, trained: bool) -> MemoryRow:
     if trained:
         # Accumulated in float32, next to a chunk's product in a shorter dtype.
         size += FP32 * matrix + (step.compute * matrix if step.compute < FP32 else 0)
-    return MemoryRow("vocabulary head", size, f"{chunk} tokens x {shape.vocab:,} words, the head's gradient", (HEAD,))
+    return MemoryRow("vocabulary head", size, f"{chunk} tokens x {shape.vocab:,} ids, the head's gradient", (HEAD,))
 
 
 def _forward_bytes(step: _MicroBatch, tokens: int) -> int:

@@ -3,11 +3,11 @@
 A packed row consists of segments: runs of queries that attend causally to their own keys and to a shared prefix
 elsewhere in the row (the prompt of both responses). In half precision on CUDA, a layer is a single call of torch's
 variable-length kernel if that kernel supports the layer's mask. Otherwise segments of similar size are gathered into
-padded calls of torch's fused kernel. Windows and chunks follow the mask function that transformers gives for the layer.
-Soft-caps and attention sinks use a plain softmax. Results equal those of a padded batch up to rounding.
+padded calls of torch's fused kernel. Windows and chunks follow the mask function that transformers provides for the
+layer. Soft-caps and attention sinks use a plain softmax. Results equal those of a padded batch up to rounding.
 
 The plan is a keyword argument of the forward, and the mask function takes the place of the mask. A backward that
-recomputes activations therefore has both. Calls without a plan use the model's original attention.
+recomputes activations therefore has access to both. Calls without a plan use the model's original attention.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +31,7 @@ PLAN = "segment_plan"  # keyword argument that carries the plan
 
 # transformers treats names that contain "sdpa", "eager" or "flash" specially; these must not contain them.
 NAMES = {"sdpa": "attnpo_segments", "eager": "attnpo_segments_plain"}
-"""Names by original implementation, whose kernel (or a plain softmax) still runs calls without a plan."""
+"""Name by original implementation; calls without a plan still run the original kernel (or a plain softmax)."""
 
 WASTE = 1.3  # maximum ratio of padded to needed entries in a kernel call,
 SMALL = 1 << 13  # or maximum number of extra entries, which cost less than another call
@@ -40,7 +40,7 @@ FAR = 1 << 40  # position of padding keys, after every query
 HALF = (torch.float16, torch.bfloat16)
 """Dtypes supported by the variable-length kernel."""
 WIDEST, WIDTHS = 256, 8
-"""Maximum head width of the variable-length kernel, and the number that head widths must be a multiple of."""
+"""Maximum head dimension of the variable-length kernel, and the number that head dimensions must be a multiple of."""
 
 HOST = torch.device("cpu")
 _Attention = Callable[..., tuple[Tensor, None]]
@@ -49,10 +49,10 @@ _WITHOUT_PLAN: _Attention = sdpa_attention_forward
 
 @dataclass(frozen=True)
 class Bucket:
-    """Segments of similar size as one padded call of n sequences.
+    """Segments of similar size, batched into one padded call of n sequences.
 
-    ``queries``, ``keys``: indices into the row; ``query_at``, ``key_at``: positions within the branch (those of padding
-    keys come after every query); ``shared``: minimum and maximum prefix length.
+    ``queries``, ``keys``: indices into the row; ``query_at``, ``key_at``: positions within the branch (padding keys
+    come after all queries); ``shared``: minimum and maximum prefix length.
     """
 
     queries: Int[Tensor, "n q"]
@@ -166,7 +166,7 @@ class SegmentPlan:
         longest = int(count.max()), int(seen.max())
         return VarlenRow(kernel, keys, queried, known, longest, frozenset(signature(kernel).parameters))
 
-    def attend_at_once(
+    def attend_in_one_call(
         self,
         query: Tensor,
         key: Tensor,
@@ -345,7 +345,7 @@ class MaskArguments(TypedDict, total=False):
 class SegmentMask:
     """Mask of a layer as described by transformers; converted to a tensor only if needed, and cached.
 
-    Takes the place of a mask in transformers. Built once per forward and layer type.
+    Stands in for a mask tensor in transformers. Built once per forward and layer type.
     """
 
     def __init__(self, **described: Unpack[MaskArguments]) -> None:
@@ -446,9 +446,9 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if segment_plan is not None:
         if not isinstance(attention_mask, SegmentMask) or position_bias is not None or key.shape[2] != query.shape[2]:
-            raise UserError("it builds its own mask, adds position biases or runs with a key cache")
+            raise UserError("it builds its own mask, adds position biases or uses a key-value cache")
         if softcap is None and s_aux is None and not dropout:
-            at_once = segment_plan.attend_at_once(query, key, value, scale, attention_mask.window)
+            at_once = segment_plan.attend_in_one_call(query, key, value, scale, attention_mask.window)
             if at_once is not None:
                 return at_once, None
     core = _SoftmaxAttention(scale, dropout, softcap, s_aux, fused)
@@ -499,7 +499,7 @@ def fused_attention(
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Computes the softmax of scores [n H q k] over the keys; ``sinks`` [H] enter as an extra score and are dropped."""
+    """Computes the softmax of scores [n H q k] over the keys; ``sinks`` [H] are an extra score, dropped afterwards."""
     if sinks is None:
         return torch.softmax(scores, -1)
     beside = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)

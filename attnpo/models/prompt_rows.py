@@ -1,4 +1,4 @@
-"""Packs prompts into one row without padding; a beginning shared by several prompts is stored once (``segments``).
+"""Packs prompts into one row without padding; a prefix shared by several prompts is stored once (``segments``).
 
 Both rounds of a judged pair share everything up to the first answer, and all pairs share the instruction.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from attnpo.models.packed_attention import PLAN, SegmentPlan
 
 WORTH = 24
-"""Minimum length of a shared beginning in tokens; sharing a shorter one costs more than it saves."""
+"""Minimum length of a shared prefix in tokens; sharing a shorter one costs more than it saves."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class PackedPrompts:
 
 
 def sort_by_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Returns indices of ``prompts`` in an order that puts prompts with the same beginning next to each other."""
+    """Returns indices of ``prompts`` in an order that puts prompts with the same prefix next to each other."""
     return sorted(range(len(prompts)), key=lambda index: tuple(prompts[index]))
 
 
 def row_batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:
     """Yields batches of indices, in order, whose rows have at most ``budget`` tokens (but at least one prompt).
 
-    The two rounds of a pair share a long beginning and stay in one batch if they fit. The padded ``branches`` of a
-    batch have at most twice the budget of entries.
+    The two rounds of a pair share a long prefix and stay in one batch if they fit. The padded ``branches`` of a batch
+    have at most twice as many entries as the budget.
     """
     order = sort_by_prefix(prompts)
     lengths = [len(prompts[index]) for index in order]
@@ -69,7 +69,7 @@ def row_batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> PackedPrompts:
-    """Packs prompts, sorted by ``sort_by_prefix``, into one row; each shares its beginning with the previous prompt."""
+    """Packs prompts, sorted by ``sort_by_prefix``, into one row; each shares its prefix with the previous prompt."""
     ids: list[int] = []
     positions: list[int] = []
     places: list[Tensor] = []
@@ -95,7 +95,7 @@ def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> Pack
 
 
 def _shared_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns the length of the common beginning, or 0 if it is too short to share; never all of ``other``."""
+    """Returns the length of the common prefix, or 0 if it is too short to share; never all of ``other``."""
     width = min(len(one), len(other) - 1)
     differing = np.flatnonzero(np.asarray(one[:width]) != np.asarray(other[:width]))
     common = int(differing[0]) if differing.size else width

@@ -85,7 +85,7 @@ def _reward_head(model: PreTrainedModel) -> nn.Linear:
     if len(heads) != 1:
         raise UserError(
             f"model.reward=true: {type(model).__name__} has {len(heads)} linear heads with a single output instead of "
-            "one: choose another base"
+            "one: choose another base model"
         )
     return heads[0]
 
@@ -109,5 +109,5 @@ def _check_plain_head(model: PreTrainedModel, head: nn.Linear) -> None:
     if not gap <= probe_bound(expected):
         raise UserError(
             f"model.reward=true: the reward of {type(model).__name__} differs by {gap:.3g} from its head applied to "
-            "the last token's final state: choose another base"
+            "the last token's final state: choose another base model"
         )

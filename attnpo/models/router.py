@@ -1,4 +1,4 @@
-"""Expert load of a mixture of experts: router choices per sequence, and the load-balancing loss."""
+"""Computes the expert load per sequence of a mixture of experts, and the load-balancing loss."""
 
 import logging
 from collections.abc import Sequence
@@ -35,11 +35,11 @@ def check_router(model: PreTrainedModel) -> None:
     with torch.no_grad(), eval_mode(model):
         output = backbone_of(model)(input_ids=ids, use_cache=False, **RECORD)
     if not getattr(output, "router_logits", None):
-        raise UserError(f"{asked} gives no router logits (output_router_logits); set model.{COEFFICIENT}=0")
+        raise UserError(f"{asked} returns no router logits (output_router_logits); set model.{COEFFICIENT}=0")
 
 
 def log_unused_coefficient(model: PreTrainedModel) -> None:
-    """Logs that the load-balancing coefficient in a model's config is not used, if the config has one."""
+    """Logs that the load-balancing coefficient in a model's config, if it has one, is not used."""
     config = model.config.get_text_config()
     if (own := getattr(config, COEFFICIENT, None)) and getattr(config, CHOSEN, None):
         told = "model.%s=0: the load-balancing loss is off, although the config of %s sets a coefficient of %g"
@@ -49,7 +49,7 @@ def log_unused_coefficient(model: PreTrainedModel) -> None:
 def expert_loads(
     logits: Sequence[Float[Tensor, "..."]], inputs: ModelInputs, chosen: int
 ) -> Float[Tensor, "rows 2 experts"]:
-    """Counts how often each sequence's tokens chose each expert over all layers, and sums the router probabilities.
+    """Counts each sequence's tokens per expert over all layers, and sums the router probabilities.
 
     ``logits``: router logits per layer, [tokens experts] or [batch T experts]; ``chosen``: experts per token. Padding
     is not counted; a shared prompt counts for both responses.
@@ -84,8 +84,8 @@ def load_balancing_loss(routing: Float[Tensor, "rows 2 experts"]) -> Float[Tenso
 
     Equations 4 to 6 of Switch Transformer (https://huggingface.co/papers/2101.03961) as in
     ``load_balancing_loss_func``: the number of experts times the sum over experts of (share of tokens that chose the
-    expert) x (mean probability of the expert), over a pair's tokens and all layers. An even load gives the number of
-    experts per token.
+    expert) x (mean probability of the expert), over a pair's tokens and all layers. If the load is even, the loss
+    equals the number of experts per token.
     """
     pairs = len(routing) // 2
     counts, sums = (routing[:pairs] + routing[pairs:]).unbind(1)

@@ -38,7 +38,7 @@ class ScoredLM(nn.Module):
     """Hugging Face causal LM whose forward returns ``TokenStats``.
 
     ``chunk``: tokens per pass through the vocabulary head; it affects only memory. A first run on four tokens checks
-    that backbone and head reproduce the model's logits; if not, the model's full logits are used.
+    that the backbone and head reproduce the model's logits; if not, the model's full logits are used.
     """
 
     def __init__(self, model: nn.Module, *, chunk: int = 1024) -> None:
@@ -75,7 +75,7 @@ class ScoredLM(nn.Module):
         requests: Collection[str] = frozenset({"logps"}),
         other: tuple[Float[Tensor, "rows R e"], LMHead] | None = None,
     ) -> TokenStats:
-        """Computes statistics of every response token; positions outside the mask are 0 and pass no gradient.
+        """Computes statistics of all response tokens; positions outside the mask are 0 and pass no gradient.
 
         ``requests``: "logps" (always returned), "hidden", "router", or names of ``STATISTICS``; joint statistics need
         ``other`` (the second model's hidden states in response space and its head). Inputs with segments permanently
@@ -141,5 +141,5 @@ def _split_requests(requests: Collection[str], has_other: bool) -> tuple[list[st
 
 
 def _scatter_rows(values: Tensor, keep: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-    """Writes values [N ...] of the kept (row, position) into a new tensor of zeros [rows R ...] in response space."""
+    """Scatters the values [N ...] of the kept positions into a zero tensor [rows R ...] in response space."""
     return values.new_zeros((*shape, *values.shape[1:])).index_put(keep, values)

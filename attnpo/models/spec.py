@@ -1,4 +1,4 @@
-"""Settings of a model: path, revision, dtype, adapters. Imports nothing heavy."""
+"""Settings of a model: path, revision, dtype, adapters. Has no heavy imports."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,10 +16,10 @@ COMPILER = "inductor"  # torch.compile backend used by ``auto``
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Low-rank adapters trained instead of the weights.
+    """Low-rank adapters, trained instead of the full weights.
 
-    A linear layer W becomes W + (alpha / rank) B A, with B initialised to zero; fused experts get the same, each with
-    its own adapter, if dropout is 0. ``target_modules``: "all-linear" or a list of module name suffixes.
+    A linear layer W becomes W + (alpha / rank) B A, with B initialised to zero; each fused expert gets its own adapter
+    if dropout is 0. ``target_modules``: "all-linear" or a list of module name suffixes.
     """
 
     rank: int = 16
@@ -116,11 +116,11 @@ class ModelSpec:
 
     @property
     def is_compiled(self) -> bool:
-        """Returns whether the blocks are compiled, which changes the activations they keep for the backward pass."""
+        """Returns whether the blocks are compiled, which changes the activations saved for the backward pass."""
         return self.compile in (AUTO, COMPILER)
 
     def backend(self, device: str) -> tuple[str | None, str]:
-        """Returns the ``torch.compile`` backend for a device type, and the reason if ``auto`` chose it."""
+        """Returns the ``torch.compile`` backend for a device type, and the reason if ``auto`` selected it."""
         if self.compile != AUTO:
             return self.compile, "as it is set"
         if device != "cuda":

@@ -1,8 +1,8 @@
-"""Checks on a few dozen tokens whether a model gives the same numbers in packed rows and next to padding.
+"""Checks on a few dozen tokens whether a model produces the same results in packed rows and next to padding.
 
 Isolation of sequences is checked bit by bit: changing the tokens of other sequences must not change any bit. Positions
 and windows are checked in float32, on the model or on a few layers like its own with seeded random weights. Rounding
-errors of lower precisions are logged, but decide nothing. The judge uses some of the checks.
+errors of lower precisions are only logged. The judge uses some of the checks.
 """
 
 import itertools
@@ -30,7 +30,7 @@ VERSION = 1
 """Version of the checks; a change invalidates cached layouts."""
 
 EXACT = (torch.float32, torch.float64)
-"""Dtypes precise enough to compare the results of two computations by their difference."""
+"""Dtypes precise enough to compare two computations by the difference of their results."""
 
 LOW_PRECISION_SLACK = 10
 """Factor by which the difference of two bfloat16 kernels may exceed the bound for a product with the head.
@@ -40,7 +40,7 @@ That bound is ``probe_bound``.
 
 
 class BlockRecorder:
-    """Recorder of the block that a forward pass is running, counted from 1, and of each block's output."""
+    """Records which block a forward pass is running (1-based), and each block's output."""
 
     def __init__(self, backbone: nn.Module) -> None:
         self.blocks = layer_stack(backbone)
@@ -49,7 +49,7 @@ class BlockRecorder:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Records forwards inside the context."""
+        """Records forward passes inside the context."""
         handles = []
         for number, block in enumerate(self.blocks, 1):
             handles.append(block.register_forward_pre_hook(partial(self._enter, number)))
@@ -70,7 +70,7 @@ class BlockRecorder:
 
 
 def is_different(actual: Tensor, expected: Tensor) -> bool:
-    """Returns whether numbers differ by more than two kernels may; the bound is wide in low precision."""
+    """Returns whether values differ by more than two kernels' results may; the bound is wide in low precision."""
     slack = 1 if expected.dtype in (torch.float32, torch.float64) else LOW_PRECISION_SLACK
     return not float((actual - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
 
@@ -116,8 +116,8 @@ def check_causal(model: PreTrainedModel, path: str) -> None:
             change, bound = _last_token_effect(make_small_copy(model, model.device, torch.float32), ids)
     if change > bound:
         raise UserError(
-            f"{path}: {type(model).__name__} is not causal: another last token changes the logits of earlier tokens "
-            f"by {change:.3g} (rounding explains at most {bound:.3g}), so they do not give the log-probability "
+            f"{path}: {type(model).__name__} is not causal: changing the last token changes the logits of earlier "
+            f"tokens by {change:.3g} (rounding explains at most {bound:.3g}), so they do not yield the log-probability "
             "of a response: choose a causal model (for BERT-like models, one trained as a decoder, with "
             "is_decoder=true in its config.json)"
         )
@@ -125,7 +125,7 @@ def check_causal(model: PreTrainedModel, path: str) -> None:
 
 @torch.no_grad()
 def check_trainable(model: PreTrainedModel, path: str) -> None:
-    """Raises UserError if the model's forward fails on six tokens in training mode; random state and mode are kept."""
+    """Raises UserError if the model's forward fails on six tokens in training mode; preserves random state and mode."""
     if model.device.type == "cpu" and torch.cuda.is_available():
         return  # it may need kernels that only a GPU has, and is moved there before use
     ids = torch.arange(3, 9, device=model.device)[None] % vocabulary_size(model)
@@ -137,7 +137,7 @@ def check_trainable(model: PreTrainedModel, path: str) -> None:
 
 @contextmanager
 def _wrap_run_errors(model: PreTrainedModel, path: str, what: str, mend: str) -> Iterator[None]:
-    """Turns errors of a model's code inside the context into a ``UserError``."""
+    """Converts errors in a model's code inside the context to a ``UserError``."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -150,7 +150,7 @@ def _wrap_run_errors(model: PreTrainedModel, path: str, what: str, mend: str) ->
 
 
 def _last_token_effect(model: PreTrainedModel, ids: Tensor) -> tuple[float, float]:
-    """Returns the smallest change of earlier logits caused by other last tokens, and the bound for rounding."""
+    """Returns the smallest change in earlier logits caused by changing the last token, and the rounding bound."""
     output = model(input_ids=ids % vocabulary_size(model), use_cache=False)
     # A backbone returns hidden states.
     numbers = (output.logits if "logits" in output else output.last_hidden_state)[:, :-1]
@@ -169,7 +169,7 @@ RESPONSES = [(pair, part) for pair in range(len(PROBE)) for part in (1, 2)]
 
 RATES = ("attention_dropout", "dropout")
 WORDS = 1024
-"""Vocabulary size of a small copy; a full vocabulary would take most of its memory and time."""
+"""Vocabulary size of a small copy; a full vocabulary would account for most of its memory and time."""
 
 Mode = Callable[[nn.Module], AbstractContextManager[None]]
 """Context manager that puts a model in eval or training mode."""
@@ -178,14 +178,14 @@ Mode = Callable[[nn.Module], AbstractContextManager[None]]
 def select_layout(
     name: str, models: Sequence[ScoredLM], requests: Collection[str] = (), device: torch.device | str = "cpu"
 ) -> Layout:
-    """Returns the layout ``name`` if every model gives the same numbers as with ``padded``, otherwise ``padded``.
+    """Returns the layout ``name`` if every model produces the same results as with ``padded``, otherwise ``padded``.
 
     ``auto`` selects the first of ``shared_prefix`` and ``packed`` that works. Each model runs on a few dozen tokens; in
     low precision, and for training on a GPU, a few layers like the model's run as well. ``models``: the policy, and the
     reference if it is a model; ``requests``: as in ``objective.requires``; ``device``: training device.
 
     Raises:
-        UserError: the name is unknown, or a model's numbers depend on padding next to a row.
+        UserError: the name is unknown, or a model's results for a row depend on the padding next to it.
     """
     if name not in NAMES:
         raise UserError(f"layout={name!r} is unknown: choose one of {', '.join(NAMES)}")
@@ -201,7 +201,7 @@ def select_layout(
             restore_attention(model.model)
         log.log(
             logging.INFO if name == "auto" else logging.WARNING,
-            "layout %s: %s; %s rows are used instead, which give the same numbers with more work",
+            "layout %s: %s; %s rows are used instead, which give the same results but are slower",
             wanted,
             reason,
             instead,
@@ -210,7 +210,7 @@ def select_layout(
 
 
 def _check_padding_invariance(model: ScoredLM) -> None:
-    """Raises ``UserError`` if a row's numbers depend on its batch; a small copy decides in low precision."""
+    """Raises ``UserError`` if a row's results depend on its batch; in low precision, a small float32 copy decides."""
     what = type(model.model).__name__
     gap, bound = _find_padding_gap(model)
     if not gap > bound:  # non-finite numbers are rejected elsewhere
@@ -232,7 +232,7 @@ def _check_padding_invariance(model: ScoredLM) -> None:
 
 
 def _find_padding_gap(model: ScoredLM) -> tuple[float, float]:
-    """Returns the difference between single rows and the same rows in a padded batch, and the bound for rounding."""
+    """Returns the difference between single rows and the same rows in a padded batch, and the rounding bound."""
     together = _run_probe(model, padded_layout)
     assert together.hidden is not None
     gaps = []
@@ -249,13 +249,15 @@ def find_layout_problem(
     device = torch.device(device)
     for request in sorted(requests):
         if needs_separate_rows(request):
-            return f"{request} needs rows of one sequence each"
+            return f"{request} needs rows that contain one sequence each"
     for model in models:
         what = type(model.model).__name__
         if not is_materialised(model.model):
             return f"{what} is sharded or has no weights yet, so it cannot be checked"
         if wanted == "shared_prefix" and (rate := _max_dropout(model.model)):
-            return f"{what} uses dropout with rate {rate:g}, and branches that share a prompt would share one mask"
+            return (
+                f"{what} uses dropout with rate {rate:g}, and branches that share a prompt would share one dropout mask"
+            )
         reason = _find_problem(wanted, model) or _find_problem_in_small_copy(wanted, model, device)
         if reason is not None:
             return f"{what} {reason}"
@@ -263,7 +265,7 @@ def find_layout_problem(
 
 
 def needs_separate_rows(request: str) -> bool:
-    """Returns whether a requested statistic needs rows of one sequence each."""
+    """Returns whether a requested statistic needs rows that contain one sequence each."""
     return request == "input_gradient" or request.startswith("group:")
 
 
@@ -282,22 +284,20 @@ def _find_problem(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None
         if dtype in EXACT:
             gap = _describe_gap(stats, expected)
             if gap is not None:
-                return f"{where}gives other numbers ({gap}): some layer does not respect the segments of a row"
+                return f"{where}produces different results ({gap}): some layer does not respect the segments of a row"
         elif (rows := _rows_changed_by_others(model, LAYOUTS[wanted], mode)) and not _rows_changed_by_others(
             model, padded_layout, mode
         ):
             return (
-                f"{where}gives sequences numbers that change with the tokens of others ({len(rows)} of "
-                f"{2 * len(PROBE)} sequences): some layer does not respect the segments of a row"
+                f"{where}mixes sequences: the results of {len(rows)} of {2 * len(PROBE)} change with the tokens of "
+                "others, because some layer does not respect the segments of a row"
             )
         elif blind := _rows_ignoring_prompt(model, LAYOUTS[wanted], mode):
-            return (
-                f"{where}gives {len(blind)} of {2 * len(PROBE)} sequences numbers that do not change with their prompts"
-            )
+            return f"{where}ignores the prompt in the results of {len(blind)} of {2 * len(PROBE)} sequences"
         elif mode is eval_mode:
             apart, size = (stats.hidden - expected.hidden).float(), expected.hidden.float()
             log.debug(
-                "layout %s: rounding to %s moves final states by %.2g of their root mean square",
+                "layout %s: rounding to %s changes the final states by %.2g of their root mean square",
                 wanted,
                 dtype,
                 float(apart.square().mean().sqrt() / size.square().mean().sqrt()),
@@ -306,7 +306,7 @@ def _find_problem(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None
 
 
 def _is_deterministic_in_training(model: ScoredLM) -> bool:
-    """Returns whether training mode is deterministic: its numbers do not depend on the random state."""
+    """Returns whether training mode is deterministic, i.e. its results do not depend on the random state."""
     devices = [each for each in {part.device for part in model.parameters()} if each.type == "cuda"]
     found = []
     try:
@@ -320,7 +320,7 @@ def _is_deterministic_in_training(model: ScoredLM) -> bool:
 
 
 def _rows_changed_by_others(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
-    """Returns the rows in which any bit changes with the tokens of other rows; empty if a rerun changes bits, too."""
+    """Returns the rows in which any bit changes with the tokens of other rows; empty if a rerun also changes bits."""
     base = _run_probe(model, layout, mode=mode)
     found = set()
     for kept in KEPT:
@@ -365,7 +365,7 @@ def _find_problem_in_small_copy(wanted: str, model: ScoredLM, device: torch.devi
 
 
 def make_small_copy(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Makes a model of the same class and widths with one layer of every kind, on ``device``.
+    """Makes a model of the same class and widths with one layer of each kind, on ``device``.
 
     The random weights are reproducible; the vocabulary is reduced to ``WORDS``. ``dtype``: None uses the model's.
     """
@@ -411,7 +411,7 @@ def _run_probe(
     kept: Collection[tuple[int, int]] | None = None,
     last: bool = False,
 ) -> TokenStats:
-    """Computes statistics of the probe's rows, or of row ``only``; ``kept``: parts that keep their tokens, None all."""
+    """Computes statistics of the probe's rows, or row ``only``; ``kept``: parts that keep their tokens (None: all)."""
     device = next(model.model.parameters()).device
     words = vocabulary_size(model.model)
     starts = [0, *accumulate(itertools.chain.from_iterable(PROBE))]

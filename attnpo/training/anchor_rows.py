@@ -63,7 +63,7 @@ class AnchorSampler:
         return replace(batch, groups={"anchor": rows}).to(batch.main.response_mask.device).groups["anchor"]
 
     def _group_by_room(self, policy: ScoredLM, prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-        """Groups the prompts' indices by how many new tokens they have room for; drops prompts without room."""
+        """Groups prompt indices by how many new tokens they have room for; drops prompts without room."""
         limits = [limit for limit in (self.limit, context_length(policy.model.config)) if limit is not None]
         by_room: dict[int, list[int]] = {}
         for index, prompt in enumerate(prompts):

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class ProgressDisplay(L.Callback):
-    """Shows step, loss and time left: a row on a terminal, log lines elsewhere, a progress note inside a study."""
+    """Shows step, loss and time left: live on a terminal, as log lines elsewhere, in a progress file within a study."""
 
     EVERY = 8.0  # seconds, less than between two heartbeats
 
@@ -50,7 +50,7 @@ class ProgressDisplay(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Updates the row, and logs a line when one is due."""
+        """Updates the display, and logs a line when one is due."""
         if not is_step_end(trainer, batch_idx):
             return
         step, total, now = trainer.global_step, self._row.total, time.perf_counter()
@@ -66,11 +66,11 @@ class ProgressDisplay(L.Callback):
             log.info("step %d/%d  loss %.4f  %.2f s/step  %.0f s left", step, total, loss, pace, pace * (total - step))
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Shows in the row that validation is running."""
+        """Shows in the display that validation is running."""
         self._row = replace(self._row, label=f"{self.label}, validating")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restores the row's label."""
+        """Restores the display's label."""
         self._row = replace(self._row, label=self.label)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -87,11 +87,11 @@ class ProgressDisplay(L.Callback):
 
 
 class ValidationSchedule(L.Callback):
-    """Validates after every ``every``-th optimiser step or epoch, and after the last step, where training ends.
+    """Runs validation after every ``every``-th optimiser step or every epoch, and after the last step of training.
 
     Lightning's own interval counts micro-batches. Later callbacks read the decision from ``trainer.val_check_batch``.
-    The first validation must be finite. After the last step, weights and validation must be finite before the step is
-    saved.
+    The first validation metrics must be finite. After the last step, weights and metrics must be finite before the step
+    is saved.
     """
 
     def __init__(self, every: int | str) -> None:
@@ -117,16 +117,16 @@ class ValidationSchedule(L.Callback):
             log.info("last step reached; validating now")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Raises ``UserError`` if the first or the last validation is not finite."""
+        """Raises ``UserError`` if metrics of the first or the last validation are not finite."""
         if trainer.state.fn == "validate" or trainer.should_stop:
             check_validation(trainer)
 
 
 class Movement(L.Callback):
-    """Measures how far training moved the trained weights; a resumed run continues from the values in its checkpoint.
+    """Measures how much training changed the trained weights; a resumed run continues from its checkpoint's values.
 
     After the last step ``metrics`` contains ``moved/weights`` (1 if the sum of the weights changed, else 0),
-    ``moved/growth`` (largest magnitude divided by the one before training) and ``moved/grad_norm`` (largest gradient
+    ``moved/growth`` (largest magnitude divided by that before training) and ``moved/grad_norm`` (largest gradient
     norm).
     """
 
@@ -136,7 +136,7 @@ class Movement(L.Callback):
         self._pull = torch.zeros(())
 
     def state_dict(self) -> dict[str, float]:
-        """Returns sum and largest magnitude of the weights before training, and the largest gradient norm so far."""
+        """Returns the sum and peak magnitude of the weights before training, and the largest gradient norm so far."""
         if self._before is None:
             return {}
         return {"total": self._before[0], "peak": self._before[1], "pull": float(self._pull)}
@@ -169,7 +169,7 @@ class Movement(L.Callback):
         }
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compares the weights if no step was left, because ``on_train_end`` was not called then."""
+        """Compares the weights if there was no step left to train, because ``on_train_end`` is not called then."""
         if not self.metrics:
             self.on_train_end(trainer, pl_module)
 
@@ -187,7 +187,7 @@ class Movement(L.Callback):
 
 
 LARGE = 1 << 16
-"""Larger matrices are first summed by row in float32, because float64 alone takes six times as long on a CPU."""
+"""Larger matrices are first summed by row in float32, because summing in float64 is six times slower on a CPU."""
 
 
 def _sum_in_float64(value: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def _sibling(folder: Path, mark: str) -> Path:
 
 
 def complete_folder(folder: Path) -> Path:
-    """Returns the folder with the newest complete contents of ``folder``: normally itself.
+    """Returns the folder with the newest complete contents of ``folder``: normally ``folder`` itself.
 
     If a replacement was interrupted between its two renames, returns the new folder next to ``folder``; it is complete,
     because the old one is moved aside only afterwards.

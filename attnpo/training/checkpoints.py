@@ -115,7 +115,7 @@ class CheckpointFolder(L.Callback):
             raise UserError(describe_save_error(self.folder, trainer.global_step, problem)) from problem
         trainer.strategy.barrier(f"save {self.folder.name}")
         if export and trainer.is_global_zero:
-            log.info("saved the policy of optimiser step %d to %s", trainer.global_step, self.folder)
+            log.info("saved the policy after optimiser step %d to %s", trainer.global_step, self.folder)
         if merge is not None:
             lossy = merge.lost_share >= LOST
             log.log(
@@ -274,9 +274,9 @@ class BestCheckpoint(CheckpointFolder):
 
 
 class LastCheckpoint(CheckpointFolder):
-    """Checkpoint to resume from, saved at every validation, every ``every`` optimiser steps and at the end.
+    """Checkpoint to resume from, saved at every validation, every ``every`` optimiser steps and at the end of training.
 
-    The model is exported only at the end of training or on interruption, because that takes as long for a large model.
+    The model is exported only at the end of training or on interruption, because exporting a large model takes long.
     """
 
     def __init__(
@@ -293,12 +293,12 @@ class LastCheckpoint(CheckpointFolder):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Saves after every ``every``-th optimiser step, unless a later hook of the same step saves."""
+        """Saves after every ``every``-th optimiser step, unless a later hook in the same step will save."""
         step = trainer.global_step
         if self.every is None or not is_step_end(trainer, batch_idx) or step % self.every:
             return
         if not trainer.should_stop and not is_validation_next(trainer):
-            log_step_row(trainer)
+            log_step_metrics(trainer)
             self.save(trainer, export=False)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -340,8 +340,8 @@ def describe_save_error(folder: Path, step: int, problem: Exception) -> str:
     )
 
 
-def log_step_row(trainer: L.Trainer) -> None:
-    """Writes the row of the step that just ended to the CSV file; Lightning does so only after the saving hook."""
+def log_step_metrics(trainer: L.Trainer) -> None:
+    """Writes the last step's metrics to the CSV file; Lightning would do so only after the checkpoint is saved."""
     step = trainer.global_step
     if step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
         return
@@ -360,7 +360,7 @@ def flush_metrics(trainer: L.Trainer, folder: Path) -> None:
 
 
 def check_disk_space(folder: Path, module: L.LightningModule) -> None:
-    """Raises UserError if the disk has no room for three checkpoints of weights, moments and export.
+    """Raises UserError if the disk has no room for three checkpoints with weights, moments and an export.
 
     These are ``best/``, ``last/``, and the copy written while one of them is replaced.
     """
@@ -372,6 +372,6 @@ def check_disk_space(folder: Path, module: L.LightningModule) -> None:
     if 3 * one > free + present:
         raise UserError(
             f"three checkpoints of {one / 2**30:.1f} GiB each (best/, last/, and a third while one is replaced) need "
-            f"{3 * one / 2**30:.1f} GiB under {folder.parent}, where {free / 2**30:.1f} GiB are free: set output= to "
-            "a folder on another disk, or callbacks.checkpoints=false"
+            f"{3 * one / 2**30:.1f} GiB under {folder.parent}, but only {free / 2**30:.1f} GiB are free: set "
+            "output= to a folder on another disk, or callbacks.checkpoints=false"
         )

@@ -1,7 +1,7 @@
-"""Export of trained policies as plain Hugging Face folders, which ``from_pretrained`` and vLLM load.
+"""Exports trained policies as plain Hugging Face model folders, which ``from_pretrained`` and vLLM can load.
 
 Many versions of vLLM come with transformers 4.x, which lacks a tokenizer class of transformers 5 and ignores
-``rope_parameters``, so it would silently use the default base for positions.
+``rope_parameters``, so it would silently use the default rotary base.
 """
 
 import copy
@@ -25,7 +25,7 @@ from attnpo.training.model_card import Facts, model_card
 log = logging.getLogger(__name__)
 
 ADAPTER = "adapter"
-"""Subfolder of an export for the adapters alone; transformers would load adapters that it finds next to the weights."""
+"""Subfolder of an export for the adapters alone; transformers would load adapters located next to the weights."""
 
 
 def make_empty_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -45,11 +45,11 @@ def make_empty_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMo
 def generation_config(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]
 ) -> GenerationConfig:
-    """Returns the base's generation settings with every turn-ending id as EOS and the tokenizer's BOS and padding.
+    """Returns the base's generation settings with all turn-ending ids as EOS and the tokenizer's BOS and padding ids.
 
     Keeps the ids in the base's own generation_config.json. Without such a file, keeps the config's EOS ids that are
     special tokens, and its BOS and padding ids if they are special and the tokenizer has none. If transformers refuses
-    to save the settings, only the ids are kept, with a warning.
+    to save the settings, logs a warning and keeps only the ids.
     """
     base: Any = model.generation_config or GenerationConfig()  # type: ignore[no-untyped-call]
     given = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
@@ -68,17 +68,17 @@ def generation_config(
         config.validate(strict=True)
     except ValueError as problem:
         reason = " ".join(str(problem).split())
-        log.warning("the base model's generation settings are invalid, so the export leaves them out: %s", reason)
+        log.warning("the base model's generation settings are invalid, so they are not exported: %s", reason)
         config = GenerationConfig(**ids)  # type: ignore[no-untyped-call]
     return config
 
 
 @dataclass(frozen=True)
 class Exporter:
-    """Writer of a policy as a Hugging Face folder.
+    """Exports a policy as a Hugging Face model folder.
 
     ``chat_template``: None keeps the tokenizer's own. ``end_ids``: tokens that end an assistant turn. ``dtype``: a name
-    in DTYPES for the weights (None: the model's own). ``facts``: data of the model card (None: no card). ``notes``:
+    in DTYPES for the weights (None: the model's own). ``facts``: data for the model card (None: no card). ``notes``:
     remarks for the card.
     """
 
@@ -153,7 +153,7 @@ class Exporter:
 
 
 def convert_dtype(state: Mapping[str, Tensor], empty: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Converts the parameters of ``empty`` in ``state`` to ``dtype``; tied ones stay one tensor, buffers stay as is."""
+    """Converts the parameters of ``empty`` in ``state`` to ``dtype``; keeps tied ones tied and buffers unchanged."""
     parameters = dict(empty.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     converted: dict[str, Tensor] = {}
@@ -177,7 +177,7 @@ UNKNOWN_ROTARY = (
 
 
 def add_older_keys(folder: Path) -> None:
-    """Adds the keys of transformers 4.x to a saved model folder, and lets other users read its files."""
+    """Adds the keys of transformers 4.x to a saved model folder, and makes its files readable for other users."""
     for name, older in (("config.json", to_older_config), ("tokenizer_config.json", to_older_tokenizer_config)):
         path = folder / name
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -201,7 +201,7 @@ def to_older_config(config: dict[str, object]) -> dict[str, object]:
 
 
 def to_older_tokenizer_config(config: dict[str, object]) -> dict[str, object]:
-    """Replaces a tokenizer config's class and special tokens by ones that both major versions know."""
+    """Replaces a tokenizer config's class and special tokens with ones that both major versions support."""
     made = dict(config)
     if made.get("tokenizer_class") == "TokenizersBackend":
         made["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -23,7 +23,7 @@ def all_gather_values(value: Value, processes: int) -> list[Value]:
 
 
 class RankConsistencyCheck(L.Callback):
-    """Stops training if processes of a job chose different values for ``what``, so that none waits forever."""
+    """Stops training if the processes of a job chose different values for ``what``, so that none waits forever."""
 
     def __init__(self, what: str, value: str, instead: str) -> None:
         self.what, self.value, self.instead = what, value, instead

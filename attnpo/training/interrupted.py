@@ -1,14 +1,14 @@
-"""Exception for a run that was ended by a signal."""
+"""Exception raised when a signal stops a run."""
 
 import signal
 from pathlib import Path
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """Run ended by a signal: which signal, after which optimiser step, and the saved folder.
+    """Raised when a signal stops a run; has the signal, the last optimiser step and the saved folder.
 
     ``exit_status`` follows the shell convention: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1. ``advice``: how to
-    continue; by default, with the run's name.
+    continue the run; the default names the run.
     """
 
     advice: str | None = None
@@ -19,7 +19,7 @@ class RunInterrupted(KeyboardInterrupt):
 
     @property
     def exit_status(self) -> int:
-        """Returns the exit status of a process ended by this signal."""
+        """Returns the exit status of a process stopped by this signal."""
         return 128 + self.signum
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """Opens and closes the loggers of a run: always a CSV file, Weights & Biases on request.
 
-W&B prints nothing, and logs both training and validation by optimiser step.
+W&B prints nothing, and logs both training and validation metrics by optimiser step.
 """
 
 import json
@@ -30,7 +30,7 @@ EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 130}
 
 
 class WandbRunLogger(WandbLogger):
-    """W&B logger that starts its run with the first row and keeps the run id in ``logs/wandb.json`` for resuming.
+    """W&B logger that starts its run on first use and keeps the run id in ``logs/wandb.json`` for resuming.
 
     In online mode the environment variables ``WANDB_MODE``, ``WANDB_ENTITY`` and ``WANDB_RUN_ID`` take precedence.
     """
@@ -79,12 +79,12 @@ class WandbRunLogger(WandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
-        """Logs a row of numbers or media at its optimiser step."""
+        """Logs metrics or media at an optimiser step."""
         row = dict(metrics) if step is None else {**metrics, STEP: step}
         self.experiment.log(row, step=step)
 
     def close(self, status: str) -> None:
-        """Ends the run with the exit code of ``status``, if it has started."""
+        """Finishes the run, if it has started, with the exit code for ``status``."""
         if self._experiment is not None:
             self._experiment.finish(exit_code=EXIT_CODES.get(status, 1))
 
@@ -115,7 +115,7 @@ def wandb_loggers(loggers: Sequence[Logger]) -> list[WandbRunLogger]:
 
 
 def close_loggers(loggers: Sequence[Logger], status: str) -> None:
-    """Ends the loggers' runs ("success", "failed" or "interrupted"); W&B's run ends even if another logger fails."""
+    """Finishes the loggers' runs ("success", "failed" or "interrupted"), W&B's even if another logger fails."""
     try:
         for logger in loggers:
             logger.finalize(status)

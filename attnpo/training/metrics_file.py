@@ -1,7 +1,7 @@
-"""Metrics of a run as one table, merged over all its sessions.
+"""Merges a run's metrics from all its sessions into one table.
 
-Each session appends to its own file under ``logs/``. ``metrics.csv`` contains the last merge and is replaced
-atomically, so that no row is lost if the process is killed.
+Each session appends to its own file under ``logs/``. ``metrics.csv`` is the result of the last merge and is replaced
+atomically, so no row is lost if the process is killed.
 """
 
 import csv
@@ -48,7 +48,7 @@ def merge_metrics(folder: Path) -> list[Row]:
 
 
 def restore_metrics(folder: Path, rows: Path) -> None:
-    """Replaces all logged metrics of a run by the file ``rows``, which was saved with a checkpoint."""
+    """Replaces all logged metrics of a run with the file ``rows``, which was saved with a checkpoint."""
     for session in _session_folders(folder):
         shutil.rmtree(session)
     shutil.copyfile(rows, folder / METRICS)

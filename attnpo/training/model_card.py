@@ -12,11 +12,11 @@ from attnpo.system.credentials import redact
 TEMPLATE = Path(__file__).parent / "templates" / "card.md.jinja"
 
 Facts = Mapping[str, Any]
-"""Contents of the card; missing parts are left out.
+"""Contents of the card; missing parts are omitted.
 
 ``base``, ``data``: name, path, hub (the Hub's id or None) and revision. The base also has a fingerprint (digests by
 name), the data a subset and splits (rows read, pairs kept, counts of dropped and noted pairs by reason). ``method``:
-objective, weights and judge with name and settings, and shares of the judge's verdicts by name. ``statistics``: numbers
+objective, weights and judge with name and settings, and shares of the judge's verdicts by name. ``statistics``: values
 by split and name. ``hyperparameters``, ``versions``: values by name. ``command``: list of arguments. ``reward``: true
 for a reward model. ``overlap``: remark if validation pairs were also trained on.
 """
@@ -30,9 +30,9 @@ def model_card(
     dtype: str = "float32",
     notes: Sequence[str] = (),
 ) -> str:
-    """Returns the text of README.md. Only validation metrics in ``metrics``, measured at ``step``, are shown.
+    """Returns the text of README.md, with the validation metrics from ``metrics``, measured at ``step``.
 
-    ``notes`` are remarks for the section on use.
+    ``notes``: remarks for the usage section.
     """
     facts = cast(Facts, redact(facts))
     base, method = facts.get("base", {}), facts.get("method", {})
@@ -66,7 +66,7 @@ def model_card(
 
 
 def hub_metadata(facts: Facts) -> ModelCardData:
-    """Returns the Hub's metadata. Names base and data only if they are on the Hub, which refuses other cards."""
+    """Returns the Hub's metadata. Names base and data only if they are on the Hub, which rejects unknown names."""
     method, hub, datasets = (facts.get("method", {}), *(facts.get(part, {}).get("hub") for part in ("base", "data")))
     names = [_component_name(part).lower() for part in (method.get("objective"), method.get("weights")) if part]
     return ModelCardData(

@@ -1,4 +1,4 @@
-"""Lightning module: policy, frozen reference and one objective, normalised exactly over the optimiser step."""
+"""Lightning module with a policy, a frozen reference and one objective, averaged exactly over the optimiser step."""
 
 import itertools
 import logging
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class PairMeans(torchmetrics.Metric):
-    """Means over pairs of named per-pair values; sums over micro-batches and ranks before dividing."""
+    """Computes means of named per-pair values; sums over micro-batches and ranks before dividing."""
 
     full_state_update = False
     pairs: Tensor
@@ -70,7 +70,7 @@ class PairMeans(torchmetrics.Metric):
         self.pairs = self.pairs + len(next(iter(values.values())))
 
     def compute(self) -> dict[str, Tensor]:
-        """Returns the mean of every name seen so far."""
+        """Returns the mean for each name seen so far."""
         return {name: getattr(self, self._state_name(name)) / self.pairs.clamp(min=1) for name in self.names}
 
     @staticmethod
@@ -79,14 +79,14 @@ class PairMeans(torchmetrics.Metric):
 
 
 RowMaker = Callable[[ScoredLM, PreferenceBatch, int], RowGroup]
-"""Makes a row group from the current policy, a batch and the number of optimiser steps taken."""
+"""Function that makes a row group from the current policy, a batch and the number of optimiser steps so far."""
 
 
 class PreferenceModule(L.LightningModule):
     """Trains ``policy`` on preference batches against a frozen ``reference``, which is not a submodule.
 
-    A step whose loss or gradient norm is not finite is not taken: training ends with a ``UserError`` that names the
-    step's pairs, and the step is saved as ``nonfinite-step-N.pt`` in the run's folder (steps count from 1).
+    If the loss or gradient norm of a step is not finite, training stops before that step with a ``UserError`` that
+    names the step's pairs, and the step is saved as ``nonfinite-step-N.pt`` in the run's folder (steps count from 1).
 
     Args:
         policy: model to train, as a transformers model or a ``ScoredLM``.
@@ -147,7 +147,7 @@ class PreferenceModule(L.LightningModule):
 
     @property
     def total_steps(self) -> int:
-        """Returns the number of optimiser steps of the run; the Trainer estimates it unless it was given."""
+        """Returns the number of optimiser steps of the run; if not set, the Trainer estimates it."""
         return int(self.trainer.estimated_stepping_batches) if self._total_steps is None else self._total_steps
 
     def configure_model(self) -> None:
@@ -177,7 +177,7 @@ class PreferenceModule(L.LightningModule):
         return self
 
     def cpu(self) -> "PreferenceModule":
-        """Moves itself to the CPU unless ``one_fit`` is set. Lightning calls this after every validation and fit."""
+        """Moves the module to the CPU unless ``one_fit`` is set. Lightning calls this after each validation and fit."""
         return self if self.one_fit else super().cpu()
 
     def on_train_end(self) -> None:
@@ -235,7 +235,7 @@ class PreferenceModule(L.LightningModule):
             if reference is not None and of_reference is not None:
                 reference = replace(reference, groups={**reference.groups, name: of_reference})
         if self.online is not None:
-            batch = weigh_online(batch, self.online, policy, reference, self.transforms)
+            batch = apply_online_weights(batch, self.online, policy, reference, self.transforms)
         output = self.objective(policy, reference, batch)
         if policy.routing is not None:
             load = load_balancing_loss(policy.routing)
@@ -244,7 +244,7 @@ class PreferenceModule(L.LightningModule):
         return batch, policy, reference, output
 
     def _score_rows(self, rows: RowGroup, reads: frozenset[str]) -> tuple[TokenStats, TokenStats | None]:
-        """Returns the statistics ``reads`` of a row group: the policy's, and the reference's if they are read."""
+        """Returns the statistics ``reads`` for a row group: the policy's, and the reference's if it is among them."""
         if rows.inputs is None:
             raise ValueError("the rows have no model inputs")
         read = (rows.inputs, rows.response_ids, rows.response_mask)
@@ -264,7 +264,7 @@ class PreferenceModule(L.LightningModule):
         if rows.reference_logps is not None and requests == {"logps"}:
             return TokenStats(logps=rows.reference_logps)
         if self.reference is None:
-            raise ValueError("the objective needs a reference, but there is neither a model nor stored log-probs")
+            raise ValueError("the objective needs a reference, but neither a model nor stored log-probs exist")
         with torch.no_grad():
             stats: TokenStats = self.reference(rows.inputs, rows.response_ids, rows.response_mask, requests)
         return stats
@@ -310,7 +310,7 @@ class PreferenceModule(L.LightningModule):
             torch.nn.utils.get_total_norm([p.grad.detach() for p in self.policy.parameters() if p.grad is not None])
         )
         if not bool((values["train/loss"].isfinite() & norm.isfinite()).item()):
-            self._stop_nonfinite(norm.item(), lr)
+            self._raise_nonfinite(norm.item(), lr)
         pairs = self._scored[-1].batch.step_pairs
         self._scored.clear()
         self._amounts = {"pairs": norm.new_tensor(pairs), "tokens": values.pop("train/tokens") * pairs}
@@ -319,7 +319,7 @@ class PreferenceModule(L.LightningModule):
         self.log_dict({name: value.float() for name, value in values.items()})
         self.log("loss", values["train/loss"].float(), prog_bar=True, logger=False)
 
-    def _stop_nonfinite(self, norm: float, lr: float) -> None:
+    def _raise_nonfinite(self, norm: float, lr: float) -> None:
         step = self.trainer.global_step + 1
         gradients = {
             name: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
@@ -370,7 +370,7 @@ class PreferenceModule(L.LightningModule):
         self._losses.clear()
 
     def _warn_nonfinite(self) -> int:
-        """Returns how many validation pairs have a non-finite loss on all ranks; the first time, logs their ids."""
+        """Counts the validation pairs with a non-finite loss over all ranks; the first time, logs their ids."""
         of_ranks = all_gather_values(nonfinite_pairs(self._losses), self.trainer.world_size)
         pairs = [pair_id for pair_ids in of_ranks for pair_id in pair_ids]
         if not self._warned and self.trainer.is_global_zero:
@@ -398,14 +398,14 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def weigh_online(
+def apply_online_weights(
     batch: PreferenceBatch,
     source: OnlineSource,
     policy: TokenStats,
     reference: TokenStats | None,
     transforms: Sequence[WeightTransform] = (),
 ) -> PreferenceBatch:
-    """Returns the batch with the token weights, and pair weights if any, that an online source computes for it.
+    """Returns the batch with the token weights, and any pair weights, computed for it by an online source.
 
     Logs pair weights as ``weights/pair``, and the share of pairs with weight 0 as ``weights/void``.
     """
@@ -425,10 +425,10 @@ def weigh_online(
 
 
 def check_models(policy: nn.Module, reference: nn.Module | None, *, rounding: bool) -> None:
-    """Raises ``UserError`` unless modes, gradients and dtypes of policy and reference are right for training.
+    """Raises ``UserError`` unless modes, gradients and dtypes of policy and reference are suitable for training.
 
-    Called once the strategy has moved the models. ``rounding``: the optimiser rounds stochastically, so trained weights
-    may have a shorter dtype.
+    Call this after the strategy has moved the models. ``rounding``: the optimiser rounds stochastically, so trained
+    weights may have a shorter dtype.
     """
     # transformers may share one activation module between models; it has no parameters and its mode is irrelevant.
     others = set() if reference is None else set(policy.modules()) & set(reference.modules())
@@ -448,7 +448,7 @@ def check_models(policy: nn.Module, reference: nn.Module | None, *, rounding: bo
         p.requires_grad for p in reference.parameters()
     ):
         raise UserError(
-            "the reference must be in eval mode and without gradients; pass it as models.backbone.frozen(reference)"
+            "the reference must be in eval mode and without gradients; pass it as models.backbone.freeze(reference)"
         )
 
 
@@ -485,9 +485,9 @@ def drop_frozen_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def check_checkpoint_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Raises ``UserError`` unless the checkpoint has every trained weight of ``module`` and no unknown weight."""
+    """Raises ``UserError`` unless the checkpoint has all trained weights of ``module`` and no unknown weights."""
     if "trained" not in checkpoint:
-        raise UserError("resume: the file has no list of trained weights, so it is not a state.ckpt of this program")
+        raise UserError("resume: the file has no list of trained weights, so it is not a state.ckpt file of attnpo")
     saved = checkpoint["trained"]
     shapes = {name: list(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     needed = [name for name, value in module.named_parameters(remove_duplicate=False) if value.requires_grad]

@@ -1,4 +1,4 @@
-"""Detection of non-finite values in a step's pairs (the step is then saved to a file), in weights and in validations.
+"""Detects non-finite values in a step's pairs (and saves that step to a file), in weights and in validation metrics.
 
 Reading a tensor's values waits for the GPU, so callers use these functions only when needed.
 """
@@ -82,7 +82,7 @@ def save_nonfinite_step(
     leads: bool,
     norm: float = math.nan,
 ) -> str:
-    """Saves a non-finite step to ``path`` if this process ``leads``; returns the message for the error to raise.
+    """Saves a non-finite step to ``path`` if this process ``leads``; returns the message of the error to raise.
 
     A collective: every rank must call it. ``norm``: the gradient norm. The file, which loads with
     ``weights_only=True``, contains ``step``, the non-finite ``pairs`` and ``inputs``, ``gradients`` (names of
@@ -114,13 +114,13 @@ def save_nonfinite_step(
 
 
 def suggest_settings(lr: float, other: str, precision: str) -> str:
-    """Suggests settings that may prevent non-finite numbers."""
+    """Suggests settings that may prevent non-finite values."""
     exact = "" if precision.startswith("32") else f", trainer.precision=32-true (now {precision})"
     return f"a smaller optimizer.lr (now {lr:g}), {other}{exact}"
 
 
 def max_magnitude(value: Tensor) -> Tensor:
-    """Returns the largest magnitude in float32, NaN if any value is NaN; on a CPU several times as fast as a norm."""
+    """Returns the largest magnitude in float32 (NaN if any value is NaN); several times faster than a norm on a CPU."""
     return torch.stack(torch.aminmax(value.detach())).abs().amax().float()
 
 
@@ -168,7 +168,7 @@ def check_validation(trainer: L.Trainer) -> None:
 
 
 def _describe_last_checkpoint(trainer: L.Trainer) -> str:
-    """Names the last checkpoint and suggests settings, for errors about non-finite weights or validations."""
+    """Names the last checkpoint and suggests settings, for errors about non-finite weights or metrics."""
     module: Any = trainer.lightning_module
     saved = latest_checkpoint(Path(trainer.default_root_dir))
     stands = "no checkpoint was saved" if saved is None else f"the last saved step is {saved[0]}, in {saved[1]}"
@@ -226,7 +226,7 @@ def _to_plain(value: object) -> object:
 
 
 def _try_save(contents: Mapping[str, object], path: Path) -> bool:
-    """Saves the file; returns False if that fails, so that a full disk does not hide the non-finite loss."""
+    """Saves the file; returns False if that fails, so a full disk does not hide the non-finite loss."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(contents, path)

@@ -22,10 +22,10 @@ SCHEDULES = ("cosine", "constant")
 class Optimizer:
     """AdamW with linear warm-up and cosine decay (paper appendix: lr 1e-6, warm-up ratio 0.1, cosine).
 
-    ``warmup``: below 1 a share of all optimiser steps, otherwise a number of steps. ``warmup_from``: the first update
-    has a learning rate of lr / warm-up steps ("first") or of 0 ("zero", as in Hugging Face's schedules).
-    ``final_share``: share of lr at the end of the cosine. ``moments``: "8bit" takes 2 bytes per parameter instead of 8.
-    ``stochastic_rounding``: for bfloat16 weights. ``decay_all``: apply ``weight_decay`` to norms and biases too.
+    ``warmup``: a share of all optimiser steps if below 1, otherwise a number of steps. ``warmup_from``: the first
+    update uses a learning rate of lr / warm-up steps ("first") or 0 ("zero", as in Hugging Face's schedules).
+    ``final_share``: share of lr at the end of the cosine. ``moments``: "8bit" uses 2 bytes per parameter instead of 8.
+    ``stochastic_rounding``: for bfloat16 weights. ``decay_all``: also apply ``weight_decay`` to norms and biases.
     """
 
     lr: float = 1e-6
@@ -58,7 +58,7 @@ class Optimizer:
             )
 
     def check_rounding(self, formats: Collection[str]) -> None:
-        """Raises UserError for stochastic rounding if any trained weight's dtype in ``formats`` is not bfloat16."""
+        """Raises UserError for stochastic rounding if any dtype in ``formats`` (of trained weights) is not bfloat16."""
         others = sorted({*formats} - {"bfloat16"})
         if self.stochastic_rounding and others:
             raise UserError(
@@ -67,7 +67,7 @@ class Optimizer:
             )
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists keys without effect under the other settings, with the reason."""
+        """Lists keys that have no effect given the other settings, with the reason."""
         found: dict[str, str] = {}
         if not self.weight_decay:
             found["decay_all"] = "optimizer.weight_decay=0"
@@ -78,7 +78,7 @@ class Optimizer:
         return found
 
     def lr_factor(self, step: int, total: int) -> float:
-        """Returns the factor of the learning rate at ``step`` (0-based) of ``total`` optimiser steps."""
+        """Returns the learning-rate factor at ``step`` (0-based) of ``total`` optimiser steps."""
         warmup = math.ceil(self.warmup * total) if self.warmup < 1 else int(self.warmup)
         if step < warmup:
             return (step + (self.warmup_from == "first")) / warmup
@@ -151,7 +151,7 @@ NORMS_AND_BIASES = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_
 
 
 def norm_and_bias_parameters(model: "torch.nn.Module") -> "list[torch.nn.Parameter]":
-    """Returns the parameters that Hugging Face's Trainer does not decay: by name, and all of any LayerNorm."""
+    """Returns the parameters that Hugging Face's Trainer does not decay: those matched by name and all LayerNorms."""
     from torch.nn import LayerNorm
     from transformers.trainer_pt_utils import get_parameter_names
 

@@ -1,4 +1,4 @@
-"""Values logged per pair of a batch, before any mean is taken."""
+"""Computes the values logged per pair of a batch, before averaging."""
 
 import torch
 from jaxtyping import Float, Int
@@ -13,9 +13,9 @@ def pair_values(
 ) -> dict[str, Float[Tensor, " pairs"]]:
     """Returns everything logged per pair: loss, rewards, margins, accuracies, log-probabilities, weight statistics.
 
-    ``rewards/*`` are the objective's own; a pair with equal rewards has an accuracy of 0.5. ``weights/effective_share``
-    is the effective number of weighted tokens divided by the source's |y|, averaged over both sides; uniform weights
-    give 1.
+    ``rewards/*`` are the objective's own; a pair with equal rewards counts as an accuracy of 0.5.
+    ``weights/effective_share`` is the effective number of weighted tokens divided by the source's |y|, averaged over
+    both sides; uniform weights give 1.
     """
     rows = batch.main
     margins = output.chosen_rewards - output.rejected_rewards

@@ -1,4 +1,4 @@
-"""Number of training processes: as many as the launcher started, else as many as the trainer settings request."""
+"""Determines the number of training processes: those a launcher started, else those the trainer settings request."""
 
 import os
 import sys
@@ -48,9 +48,9 @@ def count_visible_gpus(settings: TrainerSettings) -> int:
 
 
 def apply_launcher(settings: TrainerSettings) -> TrainerSettings:
-    """Returns the settings with the launcher's numbers of nodes and devices; unchanged without a launcher.
+    """Returns the settings with the launcher's node and device counts; unchanged without a launcher.
 
-    Raises UserError if the trainer's settings, SLURM's variables, the GPUs or the variables of a rank contradict the
+    Raises UserError if the trainer's settings, SLURM's variables, the GPUs or the rank's variables contradict the
     launcher.
     """
     started = launched_processes()
@@ -76,9 +76,9 @@ def apply_launcher(settings: TrainerSettings) -> TrainerSettings:
     if given not in (None, each) or settings.num_nodes not in (1, nodes):
         asked = f"trainer.devices={settings.devices} and trainer.num_nodes={settings.num_nodes}"
         raise UserError(
-            f"{name} started {total} processes on {nodes} node{'s' * (nodes > 1)}, but {asked} ask for "
-            f"{'another number' if given is None else given * settings.num_nodes}: leave both out (they follow the "
-            "launcher), or start as many processes as they ask for"
+            f"{name} started {total} processes on {nodes} node{'s' * (nodes > 1)}, but {asked} request "
+            f"{'a different number' if given is None else given * settings.num_nodes}: omit both (they follow the "
+            "launcher), or start as many processes as they request"
         )
     gpus = count_visible_gpus(settings)
     if 0 < gpus < each and not (gpus == 1 and is_slurm_task()):  # SLURM may show each task a GPU of its own
@@ -104,17 +104,17 @@ def _require_launcher(total: int, nodes: int) -> None:
         raise UserError(
             f"the environment ({', '.join(given)}) makes this process one of {total} on {nodes} "
             f"node{'s' * (nodes > 1)}, but no launcher started it ({why}), so training would wait for the others "
-            "forever: start it with torchrun or srun, or alone with "
+            "forever: start it with torchrun or srun, or as a single process with "
             f"`env {' '.join(f'-u {name}' for name in PLACE if name in os.environ)}` before the command"
         )
 
 
 def _require_usable_devices(settings: TrainerSettings) -> None:
-    """Raises UserError for several nodes without a launcher, and for a list of GPUs on a machine without any."""
+    """Raises UserError for several nodes without a launcher, and for a list of GPUs on a machine that has none."""
     if settings.num_nodes > 1 and not {"NODE_RANK", "GROUP_RANK"} & os.environ.keys():
         raise UserError(
             f"trainer.num_nodes={settings.num_nodes} needs a launcher to start the processes on every node: use "
-            f"torchrun --nnodes {settings.num_nodes} or srun, and leave trainer.num_nodes out"
+            f"torchrun --nnodes {settings.num_nodes} or srun, and omit trainer.num_nodes"
         )
     if not count_visible_gpus(settings) and not (settings.devices == "auto" or settings.devices.isdigit()):
         raise UserError(
@@ -124,7 +124,7 @@ def _require_usable_devices(settings: TrainerSettings) -> None:
 
 
 def make_cluster_environment() -> "ClusterEnvironment | None":
-    """Returns the environment that gives Lightning its rank; None if Lightning detects the launcher by itself."""
+    """Returns the environment that tells Lightning its rank; None if Lightning detects the launcher by itself."""
     from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
     from attnpo.training.trainer import SrunEnvironment
@@ -136,11 +136,11 @@ def make_cluster_environment() -> "ClusterEnvironment | None":
 
 
 def require_world_size(trainer: int, settings: TrainerSettings) -> None:
-    """Raises UserError unless the trainer's number of processes is the one ``settings`` request."""
+    """Raises UserError unless the trainer has as many processes as ``settings`` request."""
     wanted = requested_processes(settings)
     if trainer != wanted:
         raise UserError(
-            f"trainer.devices={settings.devices} and trainer.num_nodes={settings.num_nodes} ask for {wanted} "
+            f"trainer.devices={settings.devices} and trainer.num_nodes={settings.num_nodes} request {wanted} "
             f"process{'es' * (wanted > 1)}, but Lightning's trainer has {trainer}: start the run with torchrun or "
             "srun, or set both to match"
         )

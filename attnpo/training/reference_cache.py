@@ -30,7 +30,7 @@ class ReferenceRecorder(L.Callback):
     """Records the log-probabilities of a run's reference, and drops the reference once all are stored.
 
     ``store``: stores the log-probabilities of pairs. ``complete``: returns the examples of both splits with their
-    log-probabilities, None while any is missing. ``known``: ids of pairs that are stored already.
+    log-probabilities, or None while any are missing. ``known``: ids of pairs that are already stored.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ReferenceRecorder(L.Callback):
         self.flush()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Switches the loaders to the stored values and drops the reference once all processes stored all pairs."""
+        """Switches the loaders to stored values and drops the reference once all processes have stored all pairs."""
         if not isinstance(pl_module, PreferenceModule) or pl_module.kept is None or trainer.current_epoch == 0:
             return
         examples, problem = None, None

@@ -1,4 +1,4 @@
-"""State that resuming needs besides weights and optimiser: position in the data, random states and metrics."""
+"""State needed to resume besides weights and optimiser: position in the data, random states and metrics."""
 
 import logging
 import random
@@ -25,7 +25,7 @@ validated)."""
 
 
 class ExactResume(L.Callback):
-    """Makes a resumed run continue exactly where it was saved, even with other numbers of processes or micro-batches.
+    """Resumes a run exactly where it was saved, even if the number of processes or micro-batches changes.
 
     Sets Lightning's micro-batch counters from the sampler's position. ``metrics``: the latest values; ``first``: the
     values before the first step.
@@ -57,7 +57,7 @@ class ExactResume(L.Callback):
             set_loop_counters(checkpoint["loops"]["fit_loop"], checkpoint["global_step"], epoch, batches, length)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restores the random states; from here on only training draws random numbers."""
+        """Restores the random states; from then on, only training draws random numbers."""
         if not self._random:
             return
         if len(self._random) != trainer.world_size:

@@ -1,4 +1,4 @@
-"""Settings of trainer, loggers and callbacks: plain values, without heavy imports."""
+"""Settings of the trainer, loggers and callbacks: plain values, without heavy imports."""
 
 import re
 from dataclasses import dataclass, field
@@ -41,8 +41,8 @@ def monitor_mode(monitor: str) -> str | None:
 class TrainerSettings:
     """Settings of Lightning's Trainer, under Lightning's names where it has them.
 
-    ``validate_every``: a number of optimiser steps (paper: 500), or "epoch". ``devices`` and ``num_nodes``: a
-    launcher's values take precedence. ``strategy``: "auto" is one process or DDP, "fsdp" is FSDP2.
+    ``validate_every``: a number of optimiser steps (paper: 500), or "epoch". A launcher's values override ``devices``
+    and ``num_nodes``. ``strategy``: "auto" is one process or DDP, "fsdp" is FSDP2.
     """
 
     max_epochs: int = 1
@@ -88,7 +88,7 @@ class TrainerSettings:
             check_at_least("trainer", 1, **{name: getattr(self, name)})
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists keys without effect under the other settings: ``max_epochs`` if ``max_steps`` ends the run."""
+        """Lists keys that have no effect given the other settings: ``max_epochs`` if ``max_steps`` ends the run."""
         return {"max_epochs": f"trainer.max_steps={self.max_steps} ends the run"} if self.max_steps > 0 else {}
 
 
@@ -118,10 +118,10 @@ class LoggerSettings:
 class CallbackSettings:
     """Settings of a run's checkpoints, samples and report.
 
-    ``checkpoints``: ``best/`` (chosen by ``monitor``; ``mode`` is min or max, or None for the metric's own direction)
-    and ``last/``, resumable Hugging Face folders. ``save_every``: number of steps after which to also save ``last/``.
+    ``checkpoints``: ``best/`` (selected by ``monitor``; ``mode`` is min or max, or None for the metric's own direction)
+    and ``last/``, resumable Hugging Face folders. ``save_every``: interval in steps at which to also save ``last/``.
     ``export_dtype``: dtype of exported weights; null keeps the model's. ``extra``: Lightning callbacks by ``_target_``
-    with arguments. ``samples``: number of validation prompts that policy and reference answer.
+    with arguments. ``samples``: number of validation prompts for which policy and reference generate responses.
     """
 
     checkpoints: bool = True

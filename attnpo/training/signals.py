@@ -1,4 +1,4 @@
-"""Handling of signals that end a run: recorded during training, obeyed between optimiser steps, then raised."""
+"""Handles signals that stop a run: recorded during training, handled between optimiser steps, then raised."""
 
 import logging
 import signal
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class SignalHandler(L.Callback):
-    """Ends training on all ranks after the optimiser step in which SIGINT, SIGTERM or SIGUSR1 arrived.
+    """Stops training on all ranks after the optimiser step in which SIGINT, SIGTERM or SIGUSR1 arrived.
 
     A validation that is due or running is finished first. The same signal again, ``REPEAT`` seconds later or more,
-    triggers the handler from before training. ``signum``: the signal that ended training.
+    triggers the handler that was installed before training. ``signum``: the signal that stopped training.
     """
 
     def __init__(self) -> None:
@@ -71,14 +71,14 @@ class SignalHandler(L.Callback):
         return self.signum is not None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leaves training before its first step if a signal arrived; there is nothing to save yet."""
+        """Aborts training before its first step if a signal arrived; there is nothing to save yet."""
         if self._has_signal(trainer):
             raise KeyboardInterrupt
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Ends training after an optimiser step if a signal arrived."""
+        """Stops training after an optimiser step if a signal arrived."""
         if not is_step_end(trainer, batch_idx) or is_validation_next(trainer) or not self._has_signal(trainer):
             return
         trainer.limit_val_batches = 0  # else Lightning would validate before it stops
@@ -93,12 +93,12 @@ class SignalHandler(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Leaves the validation before the first step if a signal arrived; there is nothing to save yet."""
+        """Aborts the validation before the first step if a signal arrived; there is nothing to save yet."""
         if trainer.state.fn == "validate" and self._has_signal(trainer):
             raise KeyboardInterrupt
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Ends training after this validation if a signal arrived."""
+        """Stops training after this validation if a signal arrived."""
         if trainer.state.fn == "fit" and self._has_signal(trainer):
             trainer.should_stop = True
 
@@ -110,8 +110,8 @@ class SignalHandler(L.Callback):
     def handle_signals(self, trainer: L.Trainer, total: int, saved: Path | None) -> Iterator[None]:
         """Opens a context for validating and fitting that handles signals.
 
-        ``saved``: folder of the checkpoint. Raises ``RunInterrupted`` if a signal ended the run, and KeyboardInterrupt
-        for a Ctrl-C that went to the handler from before training.
+        ``saved``: folder of the checkpoint. Raises ``RunInterrupted`` if a signal stopped the run, and
+        KeyboardInterrupt for a Ctrl-C that went to the handler installed before training.
         """
         self._install_handlers(trainer)
         try:
@@ -135,5 +135,5 @@ def is_step_end(trainer: L.Trainer, batch_idx: int) -> bool:
 
 
 def is_validation_next(trainer: L.Trainer) -> bool:
-    """Returns whether Lightning validates after the micro-batch that just ended, as ``ValidationSchedule`` decided."""
+    """Returns whether ``ValidationSchedule`` decided that Lightning validates after the micro-batch that just ended."""
     return trainer.enable_validation and (trainer.should_stop or trainer.val_check_batch == 1)

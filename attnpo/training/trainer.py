@@ -42,7 +42,7 @@ def make_callbacks(
     exporter: Exporter,
     account: Mapping[str, object] | None = None,
 ) -> list[Callback]:
-    """Returns the callbacks of a run: signals, resuming, movement, checkpoints, progress and ``callbacks.extra``."""
+    """Returns the callbacks of a run: signals, resuming, weight change, checkpoints, progress, ``callbacks.extra``."""
     callbacks: list[Callback] = [ExactResume(), SignalHandler(), Movement()]
     if settings.checkpoints:
         # last/ before best/: if saving best/ fails, resuming from last/ saves it.
@@ -92,7 +92,7 @@ class SingleVisibleGPU(CUDAAccelerator):
 
 
 def make_accelerator(settings: TrainerSettings) -> str | CUDAAccelerator:
-    """Returns Lightning's accelerator; ``auto`` picks CUDA or the CPU, because others are untested."""
+    """Returns Lightning's accelerator; ``auto`` selects CUDA or the CPU, because other accelerators are untested."""
     several = settings.devices.isdigit() and int(settings.devices) > 1
     gpus = torch.cuda.device_count() if settings.accelerator in ("auto", "gpu", "cuda") else 0
     if several and gpus == 1:

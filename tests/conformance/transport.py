@@ -33,13 +33,13 @@ def evaluate(
     objective: PreferenceObjective, source: Transport, inputs: Fields, filling: float = 0.0
 ) -> dict[str, Tensor]:
     """Every quantity a record may expect, by its name there; positions off the response hold ``filling``."""
-    from attnpo.training.module import weigh_online
+    from attnpo.training.module import apply_online_weights
 
     mask = both_sides(inputs, "mask") == 1
     logps, hidden = (filled(both_sides(inputs, name), mask, filling) for name in ("policy_logps", "hidden"))
     policy = TokenStats(logps=logps, hidden=hidden)
     reference = TokenStats(logps=filled(both_sides(inputs, "ref_logps"), mask, filling))
-    batch = weigh_online(pair_batch(row_group(mask)), source, policy, reference)
+    batch = apply_online_weights(pair_batch(row_group(mask)), source, policy, reference)
     output = objective(policy, reference, batch)
     halves = by_side(inputs, "mask", batch.main.token_weights["reward"])
     weights = {f"{side}_weights": half for side, half in halves.items()}

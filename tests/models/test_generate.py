@@ -92,7 +92,7 @@ def test_draws_follow_the_models_distribution(babbling: Babbler, sampling: Sampl
         expected[tokenizer.decode([token])] += share
     draws = 2000
     generator = HFGenerator(model, tokenizer, encode, batch_size=draws)
-    answers = generator.answer([GenerationRequest(ids, draw) for draw in range(draws)], sampling)
+    answers = generator.generate_batch([GenerationRequest(ids, draw) for draw in range(draws)], sampling)
     texts = [answer.text for answer in answers]
     likely = [text for text in list(expected)[:4] if text != ""]
     assert len(likely) >= 3
@@ -147,8 +147,8 @@ def test_new_tokens_are_counted_and_end_ids_end(babbling: Babbler) -> None:
     stopping = HFGenerator(*babbling, end_ids=[wanted[1]])
     (one,) = stopping.generate(PROMPTS[:1], Sampling(max_new_tokens=9, temperature=0.0))
     assert one == tokenizer.decode(wanted[:1])
-    (ended,) = stopping.answer([GenerationRequest(ids)], Sampling(max_new_tokens=9, temperature=0.0))
-    (cut,) = stopping.answer([GenerationRequest(ids)], Sampling(max_new_tokens=1, temperature=0.0))
+    (ended,) = stopping.generate_batch([GenerationRequest(ids)], Sampling(max_new_tokens=9, temperature=0.0))
+    (cut,) = stopping.generate_batch([GenerationRequest(ids)], Sampling(max_new_tokens=1, temperature=0.0))
     assert (ended.text, ended.tokens, ended.ended) == (one, 1, True)
     assert (cut.text, cut.tokens, cut.ended) == (one, 1, False)
 
@@ -183,7 +183,7 @@ def test_penalties_count_what_was_written_and_not_the_prompt() -> None:
 def test_penalised_greedy_decoding_is_the_one_by_hand(babbling: Babbler, presence: float, frequency: float) -> None:
     model, tokenizer, encode = babbling
     sampling = Sampling(24, 0.0, presence_penalty=presence, frequency_penalty=frequency)
-    made = HFGenerator(*babbling).answer([GenerationRequest(encode(prompt)) for prompt in PROMPTS], sampling)
+    made = HFGenerator(*babbling).generate_batch([GenerationRequest(encode(prompt)) for prompt in PROMPTS], sampling)
     for prompt, answer in zip(PROMPTS, made, strict=True):
         ids = decoded_by_hand(model, encode(prompt), 24, presence, frequency)
         expected = tokenizer.decode(ids, skip_special_tokens=True)
@@ -215,9 +215,11 @@ def test_every_stop_id_ends_an_answer(babbling: Babbler) -> None:
     words = decoded_by_hand(model, ids, 8, 0.0, 0.0)
     first, second = words[3], words[6]
     assert {first, second}.isdisjoint(words[:3])
-    (answer,) = HFGenerator(*babbling).answer([GenerationRequest(ids)], Sampling(8, 0.0, stop_ids=(second, first)))
+    (answer,) = HFGenerator(*babbling).generate_batch(
+        [GenerationRequest(ids)], Sampling(8, 0.0, stop_ids=(second, first))
+    )
     assert (answer.text, answer.tokens, answer.ended) == (tokenizer.decode(words[:3]), 3, True)
-    (later,) = HFGenerator(*babbling).answer([GenerationRequest(ids)], Sampling(8, 0.0, stop_ids=(second,)))
+    (later,) = HFGenerator(*babbling).generate_batch([GenerationRequest(ids)], Sampling(8, 0.0, stop_ids=(second,)))
     assert later.tokens == words.index(second) > 3
 
 

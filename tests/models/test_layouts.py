@@ -150,7 +150,7 @@ def test_a_layer_that_mixes_along_the_row_falls_back(tiny: Build, caplog: pytest
     model = tiny("llama")
     model.model.layers[1].register_forward_hook(lambda module, inputs, output: output + 0.01 * output.cumsum(1))
     line = refused("packed", model, caplog)
-    assert line.startswith("layout packed: LlamaForCausalLM gives other numbers (final states differ by ")
+    assert line.startswith("layout packed: LlamaForCausalLM produces different results (final states differ by ")
 
 
 def test_a_backbone_that_does_not_hand_the_plan_on_falls_back(
@@ -180,12 +180,12 @@ def test_a_plan_lost_on_the_way_falls_back(
         return forward(**more)
 
     monkeypatch.setattr(model.model, "forward", deaf)
-    assert "gives other numbers" in refused("shared_prefix", model, caplog)
+    assert "produces different results" in refused("shared_prefix", model, caplog)
 
 
 def test_what_else_speaks_against_a_layout(tiny: Build, caplog: pytest.LogCaptureFixture) -> None:
     for request in ("input_gradient", "group:anchors"):
-        expected = f"layout packed: {request} needs rows of one sequence each; padded rows are used"
+        expected = f"layout packed: {request} needs rows that contain one sequence each; padded rows are used"
         assert expected in refused("auto", tiny("llama"), caplog, request, "logps")
         caplog.clear()
     assert "uses dropout with rate 0.25" in refused("shared_prefix", tiny("llama", attention_dropout=0.25), caplog)
@@ -243,7 +243,7 @@ def test_kernels_that_mix_along_the_row_there_fall_back(
     with caplog.at_level(logging.INFO, "attnpo"):
         assert select_layout("packed", [ScoredLM(tiny("llama"))], device="meta") is padded_layout
     (line,) = [record.message for record in caplog.records]
-    assert line.startswith("layout packed: LlamaForCausalLM on meta gives other numbers")
+    assert line.startswith("layout packed: LlamaForCausalLM on meta produces different results")
 
 
 def test_a_device_that_is_not_there_falls_back(tiny: Build, caplog: pytest.LogCaptureFixture) -> None:

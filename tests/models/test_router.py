@@ -120,7 +120,7 @@ def test_a_model_without_a_router_is_refused_with_the_field(tiny: Build) -> None
     check_router(routed())
     with pytest.raises(UserError, match="LlamaForCausalLM has no router_aux_loss_coef in its config"):
         check_router(tiny("llama"))
-    with pytest.raises(UserError, match="gives no router logits"):
+    with pytest.raises(UserError, match="returns no router logits"):
         check_router(mixture(num_hidden_layers=1, mlp_only_layers=[0]))
 
 

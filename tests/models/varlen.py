@@ -68,7 +68,7 @@ def put_operator(monkeypatch: pytest.MonkeyPatch, *dtypes: torch.dtype) -> None:
     monkeypatch.setattr(packed_attention, "find_kernel", lambda device: varlen.varlen_attn, raising=False)
     monkeypatch.setattr(packed_attention, "HALF", (torch.float16, torch.bfloat16, *dtypes), raising=False)
     # Compilers cannot trace the checks of shapes that tests put around the package's functions.
-    for owner, name in ((packed_attention.SegmentPlan, "attend_at_once"), (packed_attention.SegmentMask, "window")):
+    for owner, name in ((packed_attention.SegmentPlan, "attend_in_one_call"), (packed_attention.SegmentMask, "window")):
         monkeypatch.setattr(owner, name, unwrap(getattr(owner, name, None) or len), raising=False)
     mapping = AttentionInterface._global_mapping
     monkeypatch.setitem(mapping, packed_attention.NAMES["sdpa"], unwrap(packed_attention._attend))

@@ -100,10 +100,10 @@ def test_devices_follow_the_launcher(
 @pytest.mark.parametrize(
     ("variables", "given", "words"),
     [
-        (of_torchrun(0, 2, 2), ["trainer.devices=1"], "trainer.devices=1 and trainer.num_nodes=1 ask for 1"),
+        (of_torchrun(0, 2, 2), ["trainer.devices=1"], "trainer.devices=1 and trainer.num_nodes=1 request 1"),
         (of_torchrun(1, 2, 2), ["trainer.devices='0,1,2'"], "torchrun started 2 .* trainer.devices=0,1,2 .* for 3"),
-        (of_torchrun(0, 4, 2), ["trainer.num_nodes=4"], "4 processes on 2 nodes, .* trainer.num_nodes=4 ask for"),
-        (of_srun(1, 2, 1), ["trainer.devices=4"], r"SLURM .* started 2 .* trainer.devices=4 .* ask for 4"),
+        (of_torchrun(0, 4, 2), ["trainer.num_nodes=4"], "4 processes on 2 nodes, .* trainer.num_nodes=4 request"),
+        (of_srun(1, 2, 1), ["trainer.devices=4"], r"SLURM .* started 2 .* trainer.devices=4 .* request 4"),
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, [], "SLURM_NTASKS is 2, but srun did not start this process"),
     ],
 )  # fmt: skip
@@ -199,7 +199,7 @@ def test_a_command_leaves_the_process_group(world: World, tmp_path: Path) -> Non
 def test_a_trainer_of_another_size_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(TrainerSettings(accelerator="cpu", devices="2"), tmp_path)
     asked = TrainerSettings(accelerator="cpu", num_nodes=3)
-    words = r"trainer.devices=auto and trainer.num_nodes=3 ask for 3 processes, but Lightning's trainer has 2"
+    words = r"trainer.devices=auto and trainer.num_nodes=3 request 3 processes, but Lightning's trainer has 2"
     with pytest.raises(UserError, match=words):
         require_world_size(trainer.world_size, asked)
 

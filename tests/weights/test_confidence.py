@@ -10,7 +10,7 @@ from torch import Tensor
 from attnpo.config.compose import list_groups
 from attnpo.run.combinations import require_weights_are_read
 from attnpo.schema import Kind, PreferenceBatch, PreferencePair, TokenStats, UserError
-from attnpo.training.module import weigh_online
+from attnpo.training.module import apply_online_weights
 from attnpo.training.pair_values import pair_values
 from attnpo.weights.base import OnlineSource, online_statistics
 from attnpo.weights.sources.confidence import (
@@ -76,7 +76,7 @@ def test_confpo_under_simpo_is_a_mean_over_the_kept_tokens() -> None:
     """beta 2, gamma 1: chosen mean of log .1 and log .2, rejected log .25."""
     logps, _ = rows_of(*[[math.log(x) for x in one] for one in ([0.5, 0.1, 0.2], [0.25, 0.75])])
     policy = TokenStats(logps)
-    batch = weigh_online(batch_of(3, 2), Confidence(), policy, None)
+    batch = apply_online_weights(batch_of(3, 2), Confidence(), policy, None)
     out = objective_of("simpo", ("beta", 2.0), ("gamma_beta_ratio", 0.5))(policy, None, batch)
     margin = 2 * ((math.log(0.1) + math.log(0.2)) / 2 - math.log(0.25)) - 1
     assert float(out.losses[0]) == pytest.approx(math.log1p(math.exp(-margin)), rel=1e-12)
@@ -207,7 +207,7 @@ def read(option: str, objective: str) -> tuple[Case, PreferenceBatch]:
     rows = case.batch.main
     uniform = rows.response_mask.double() / rows.response_mask.sum(-1, keepdim=True)
     case = case.with_rows(token_weights={"reward": uniform}, source_lengths=rows.response_mask.sum(-1).double())
-    return case, weigh_online(case.batch, source, case.policy, case.reference)
+    return case, apply_online_weights(case.batch, source, case.policy, case.reference)
 
 
 @pytest.mark.parametrize("objective", list_groups()["objective"])
@@ -236,7 +236,7 @@ def test_weights_of_one_pair_do_not_depend_on_its_batch(option: str) -> None:
     case, batch = read(option, "twdpo")
     for place in range(batch.pairs):
         own = part(case, [place])
-        alone = weigh_online(own.batch, source_of(option), own.policy, own.reference)
+        alone = apply_online_weights(own.batch, source_of(option), own.policy, own.reference)
         both = batch.main.token_weights["reward"][[place, place + batch.pairs]]
         torch.testing.assert_close(alone.main.token_weights["reward"], both)
         torch.testing.assert_close(alone.pair_weight, batch.pair_weight[[place]])
@@ -246,7 +246,7 @@ def test_pair_weights_multiply_those_of_the_batch_and_are_logged() -> None:
     logps, _ = rows_of(*[[math.log(x) for x in one] for one in ([0.5, 0.1], [0.5, 0.5], [0.25, 0.75], [0.3, 0.1])])
     policy = TokenStats(logps)
     batch = batch_of(2, 2, 2, 2, pair_weight=torch.tensor([3.0, 1.0], dtype=torch.float64))
-    batch = weigh_online(batch, Confidence(), policy, None)
+    batch = apply_online_weights(batch, Confidence(), policy, None)
     assert batch.pair_weight.tolist() == [3.0, 0.0]
     out = objective_of("simpo")(policy, None, batch)
     logged = pair_values(policy, out, batch)

@@ -16,7 +16,7 @@ from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import OTPO, TwDPO
 from attnpo.run.combinations import require_weights_are_read
 from attnpo.schema import SIDES, EncodedResponse, JudgeRound, Kind, PairWeights, PreferencePair, TokenWeights, UserError
-from attnpo.training.module import PreferenceModule, weigh_online
+from attnpo.training.module import PreferenceModule, apply_online_weights
 from attnpo.training.optimizer import Optimizer
 from attnpo.weights.base import OnlineSource, TextSource, WeightSource, is_neutral, online_statistics
 from attnpo.weights.pipeline import FOR_FACTORS, TrainingWeights, check_transforms, training_weights
@@ -104,7 +104,7 @@ def offline(source: WeightSource, *transforms: object) -> TrainingWeights:
 def in_a_step(source: OnlineSource, *transforms: object) -> tuple[Tensor, Tensor]:
     """The weights of made-up rows, and their mask."""
     case = Maker(frozenset({"reference"}) | online_statistics(source)).case()
-    batch = weigh_online(case.batch, source, case.policy, case.reference, transforms)  # type: ignore[arg-type]
+    batch = apply_online_weights(case.batch, source, case.policy, case.reference, transforms)  # type: ignore[arg-type]
     return batch.main.token_weights["reward"], batch.main.response_mask
 
 
