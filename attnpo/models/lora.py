@@ -315,7 +315,7 @@ def expert_tensor_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
 
 
 def unadaptable_names(model: PreTrainedModel) -> list[str]:
-    """Returns the last name components of linear modules that cannot be adapted: their weight is used directly."""
+    """Returns the last name parts of linear modules that cannot be adapted because their weight is used directly."""
     if find_spec("peft") is None:
         return []
     plain = (nn.Linear.forward, Conv1D.forward)

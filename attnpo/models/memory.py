@@ -139,7 +139,7 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> str:
-        """Returns the moment of the highest memory use."""
+        """Returns the moment of peak memory use."""
         return max(MOMENTS, key=self.bytes_at)
 
     @property
@@ -207,7 +207,7 @@ def adapter_bytes_per_token(shape: ModelShape, compute: int) -> int:
 
 
 def max_token_budget(fits: Callable[[int], bool], least: int, most: int = MOST) -> int:
-    """Finds the largest token budget from ``least`` to ``most`` that ``fits``; ``least`` is assumed to fit."""
+    """Finds the largest token budget between ``least`` and ``most`` that ``fits``; ``least`` is assumed to fit."""
     steps = range(1, max(0, most - least) // ROUND + 1)
     return least + ROUND * bisect_left(steps, True, key=lambda step: not fits(least + ROUND * step))
 
@@ -416,7 +416,7 @@ def _step_rows(step: _MicroBatch) -> list[MemoryRow]:
     else:
         rows.append(MemoryRow("block's gradients", tokens * flowing, "gradients of one block's activations", (BLOCK,)))
     if step.has_weight_copies and whole and not step.quantized:
-        waiting = f"autocast's copies of {'all' if not step.recomputed else whole} blocks wait for the backward"
+        waiting = f"autocast's copies of {'all' if not step.recomputed else whole} blocks, kept for the backward"
         rows.append(MemoryRow("bf16 weight copies", half * whole // shape.layers, waiting, STEP))
     if step.has_weight_copies and step.recomputed and not step.quantized:
         rows.append(MemoryRow("bf16 block copies", half // shape.layers, "autocast's copies of one block", (BLOCK,)))

@@ -1,8 +1,8 @@
 """Checks on a few dozen tokens whether a model produces the same results in packed rows and next to padding.
 
 Isolation of sequences is checked bit by bit: changing the tokens of other sequences must not change any bit. Positions
-and windows are checked in float32, on the model or on a few layers like its own with seeded random weights. Rounding
-errors of lower precisions are only logged. The judge uses some of the checks.
+and windows are checked in float32, on the model, or on a few layers of the same kind with seeded random weights.
+Rounding errors of lower precisions are only logged. The judge uses some of the checks.
 """
 
 import itertools
@@ -33,7 +33,7 @@ EXACT = (torch.float32, torch.float64)
 """Dtypes precise enough to compare two computations by the difference of their results."""
 
 LOW_PRECISION_SLACK = 10
-"""Factor by which the difference of two bfloat16 kernels may exceed the bound for a product with the head.
+"""Factor by which the results of two bfloat16 kernels may differ beyond the bound for a product with the head.
 
 That bound is ``probe_bound``.
 """

@@ -99,7 +99,7 @@ class ValidationSchedule(L.Callback):
         self._interval = sys.maxsize
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Marks validation as not due, so that Lightning does not start one on resume."""
+        """Marks validation as not due, so that Lightning does not validate on resume."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._interval = self.every if isinstance(self.every, int) else data.steps_per_epoch(trainer.world_size)
         trainer.val_check_batch = sys.maxsize

@@ -94,7 +94,7 @@ def read_checkpoint_info(folder: Path) -> CheckpointInfo:
 
 
 def latest_checkpoint(place: Path) -> tuple[int, Path] | None:
-    """Returns step and folder of the latest checkpoint in ``place``, ``last/`` on ties; None if there is none."""
+    """Returns the step and folder of the latest checkpoint in ``place``, ``last/`` on ties; None if there is none."""
     steps = [(read_checkpoint_info(place / name).get("step"), place / name) for name in ("last", "best")]
     known = [(int(step), folder) for step, folder in steps if step is not None]
     return max(known, key=lambda each: each[0], default=None)

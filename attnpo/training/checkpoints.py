@@ -86,7 +86,7 @@ class CheckpointFolder(L.Callback):
 
     @property
     def state_key(self) -> str:
-        """Returns a key that differs between folders."""
+        """Returns a state key that is unique per folder."""
         return f"{type(self).__name__}[{self.folder.name}]"
 
     def save(

@@ -29,7 +29,7 @@ ADAPTER = "adapter"
 
 
 def make_empty_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns a model of the same class and config without weights and adapters, for its ``save_pretrained``."""
+    """Returns a model of the same class and config without weights or adapters, for its ``save_pretrained``."""
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # the saved weights are dequantised and merged

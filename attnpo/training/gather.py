@@ -34,11 +34,11 @@ class RankConsistencyCheck(L.Callback):
         if len(set(values)) > 1:
             first = {value: values.index(value) for value in reversed(values)}
             told = ", ".join(f"process {rank}: {value}" for value, rank in first.items())
-            raise UserError(f"{self.what}: different choices on different devices ({told}); {self.instead}")
+            raise UserError(f"{self.what}: processes made different choices ({told}); {self.instead}")
 
 
 class SmallestTokenBudgets(L.Callback):
-    """Sets the token budgets of ``data`` on every process to the smallest that any process chose."""
+    """Sets the token budgets of ``data`` on every process to the smallest chosen by any process."""
 
     def __init__(self, data: PreferenceDataModule) -> None:
         self.data = data

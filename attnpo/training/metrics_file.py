@@ -19,7 +19,7 @@ Row = dict[str, float]
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Reads the rows of a metrics file, without empty cells and without an incomplete last line."""
+    """Reads the rows of a metrics file, skipping empty cells and an incomplete last line."""
     if not path.is_file():
         return []
     text = path.read_bytes().decode(errors="replace")

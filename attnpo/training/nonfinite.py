@@ -158,12 +158,12 @@ def check_validation(trainer: L.Trainer) -> None:
     listed = join_names(bad, SHOWN)
     if trainer.state.fn == "validate":
         raise UserError(
-            f"the validation before the first step is not finite ({listed}), so training cannot work: inspect the "
-            "validation pairs named above, their weights and the reference's log-probs"
+            f"the validation metrics before the first step are not finite ({listed}), so training cannot work: inspect "
+            "the validation pairs named above, their weights and the reference's log-probs"
         )
     raise UserError(
-        f"the validation after optimiser step {trainer.global_step} is not finite ({listed}), so there is no result; "
-        f"{_describe_last_checkpoint(trainer)}"
+        f"the validation metrics after optimiser step {trainer.global_step} are not finite ({listed}), so there is no "
+        f"result; {_describe_last_checkpoint(trainer)}"
     )
 
 

@@ -108,7 +108,7 @@ class SignalHandler(L.Callback):
 
     @contextmanager
     def handle_signals(self, trainer: L.Trainer, total: int, saved: Path | None) -> Iterator[None]:
-        """Opens a context for validating and fitting that handles signals.
+        """Handles signals during validation and fitting inside the context.
 
         ``saved``: folder of the checkpoint. Raises ``RunInterrupted`` if a signal stopped the run, and
         KeyboardInterrupt for a Ctrl-C that went to the handler installed before training.

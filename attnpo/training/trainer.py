@@ -155,7 +155,7 @@ def make_trainer(
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Opens a context that hides Lightning's banners and tips, and its warnings about deliberate choices."""
+    """Hides Lightning's banners and tips, and its warnings about deliberate choices, inside the context."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
     before = [logger.level for logger in loggers]
     with warnings.catch_warnings():

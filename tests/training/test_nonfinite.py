@@ -150,7 +150,7 @@ def test_bad_validation_pairs_are_warned_of_once_counted_and_refused_at_the_end(
     module = make_module(3, live=False)
     with (
         caplog.at_level(logging.WARNING, logger="attnpo"),
-        pytest.raises(UserError, match=r"validation after optimiser step 3 is not finite \(val/loss nan"),
+        pytest.raises(UserError, match=r"validation metrics after optimiser step 3 are not finite \(val/loss nan"),
     ):
         fit(module, data, steps=3, epochs=1, validate_every=1, callbacks=(Spoil(),), folder=tmp_path)
     rows = merge_metrics(tmp_path)

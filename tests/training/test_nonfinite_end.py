@@ -118,8 +118,8 @@ def test_no_checkpoint_of_such_weights_takes_the_place_of_a_sound_one(
 @pytest.mark.parametrize(
     ("stage", "told"),
     [
-        ("fit", f"validation after optimiser step {STEPS} is not finite (val/loss nan"),
-        ("validate", "validation before the first step is not finite (val/loss nan"),
+        ("fit", f"validation metrics after optimiser step {STEPS} are not finite (val/loss nan"),
+        ("validate", "validation metrics before the first step are not finite (val/loss nan"),
     ],
 )
 def test_a_validation_that_is_no_number(
