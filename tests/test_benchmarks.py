@@ -597,7 +597,7 @@ def test_the_gpu_form_refuses_a_layout_with_other_numbers(tmp_path: Path, monkey
     rows = tiny_gpu(tmp_path / "gpu.json", "--steps", "step", "--settings", "full:packed:4096")["step"]["results"][
         "rows"
     ]
-    assert "refused: LlamaForCausalLM gives other numbers" in rows[0]["note"]
+    assert "refused: LlamaForCausalLM produces different results" in rows[0]["note"]
     monkeypatch.setattr(gpu_step, "find_layout_problem", lambda *_: None)
     rows = tiny_gpu(tmp_path / "gpu.json", "--steps", "step", "--settings", "full:packed:4096")["step"]["results"][
         "rows"
