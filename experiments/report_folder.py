@@ -48,5 +48,5 @@ def report_folder(
     mark = digest({"report": kind, "paths": [str(path) for path in paths], **settings})[:16]
     folder = output or Path("outputs") / f"{kind}-{mark[:8]}"
     with folder_lock(folder, instead="--output"):
-        check_output_folder(folder, mark, instead="--output another folder")
+        check_output_folder(folder, mark, instead="--output to another folder")
         yield folder, mark

@@ -169,6 +169,6 @@ def test_the_command_writes_a_folder_of_its_own(
     (folder,) = (tmp_path / "outputs").iterdir()
     assert {path.name for path in folder.glob("*.*")} >= {"ranks.md", "ranks.tex", "ranks.csv", "report.html"}
     assert main([str(other), "--output", str(folder)]) == 2
-    assert "would be overwritten; give --output another folder" in capsys.readouterr().err
+    assert "would be overwritten; set --output to another folder" in capsys.readouterr().err
     assert main([str(table), f"{tmp_path}/./t.csv"]) == 2
     assert "expected each folder and file once" in capsys.readouterr().err

@@ -60,9 +60,9 @@ def test_a_study_is_the_commands_and_goes_on(world: World, tmp_path: Path, capfd
 
 
 def test_each_refuses_what_the_other_does(world: World) -> None:
-    with pytest.raises(UserError, match="asks for the study quickstart; pass experiment=none"):
+    with pytest.raises(UserError, match="is for the study quickstart; pass experiment=none"):
         attnpo.train(["setting=testbed"])
-    with pytest.raises(UserError, match="asks for one run; pass experiment=NAME"):
+    with pytest.raises(UserError, match="is for a single run; pass experiment=NAME"):
         attnpo.run_study(world.overrides("experiment=none"))
 
 

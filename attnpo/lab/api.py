@@ -1,4 +1,4 @@
-"""``train`` and ``run_study``: the command ``fit`` from Python, with results as data frames."""
+"""``train`` and ``run_study``: run the ``fit`` command from Python and return results as data frames."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
     """Trains one run, like ``python -m attnpo.fit`` with the same overrides, and returns it as ``load_run`` does.
 
     Args:
-        overrides: as on the command line: ``["experiment=none", "weights=uniform", "seed=3"]``.
+        overrides: command-line overrides, e.g. ``["experiment=none", "weights=uniform", "seed=3"]``.
         config_dir: a folder with your own options (docs/own_things.md).
         progress: whether to write log lines to stderr. Warnings are always written.
 
@@ -33,14 +33,14 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
     cfg = _load(overrides, config_dir)
     if cfg.study is not None:
         raise UserError(
-            f"train: expected one run, but the configuration asks for the study {cfg.study.name}; pass "
+            f"train: expected a single run, but the configuration is for the study {cfg.study.name}; pass "
             "experiment=none, or call run_study"
         )
     if cfg.name is None:  # the folder's name has a time stamp, so fix it now
         cfg = _load([*overrides, format_override("name", run_folder(cfg).name)], config_dir)
     from attnpo.fit import main
 
-    with _logging_as_command(progress):
+    with _log_like_command(progress):
         main(cfg)
     return load_run(run_folder(cfg))
 
@@ -50,11 +50,11 @@ def run_study(
 ) -> StudyResults:
     """Runs a study, like ``python -m attnpo.fit`` with the same overrides, and returns it as ``load_study`` does.
 
-    Sweep points already finished in the study's folder are reused, as by the command. Failures are listed in
+    As with the command, sweep points already finished in the study's folder are reused. Failures are listed in
     ``notes``.
 
     Args:
-        overrides: as on the command line: ``["experiment=layer_sweep", "seeds=1"]``.
+        overrides: command-line overrides, e.g. ``["experiment=layer_sweep", "seeds=1"]``.
         config_dir: as for ``train``.
         progress: as for ``train``.
 
@@ -64,16 +64,17 @@ def run_study(
     cfg = _load(overrides, config_dir)
     if cfg.study is None:
         raise UserError(
-            "run_study: expected a study, but the configuration asks for one run; pass experiment=NAME, or call train"
+            "run_study: expected a study, but the configuration is for a single run; pass experiment=NAME, or call "
+            "train"
         )
     if cfg.name is None and cfg.reusable_folder() is None:
         cfg = _load([*overrides, format_override("name", run_folder(cfg).name)], config_dir)
     from attnpo.fit import main
 
-    with _logging_as_command(progress):  # everything it prints is also in the folder
+    with _log_like_command(progress):  # everything it prints is also in the folder
         status = main(cfg)
     if status:
-        log.warning("the study is incomplete: see its notes")
+        log.warning("the study is incomplete; see its notes")
     return load_study(run_folder(cfg))
 
 
@@ -83,8 +84,8 @@ def _load(overrides: Sequence[str], config_dir: str | Path | None) -> "FitConfig
 
 
 @contextmanager
-def _logging_as_command(progress: bool) -> Iterator[None]:
-    """Logs like the command, without its tables; log lines below warnings appear only with ``progress``.
+def _log_like_command(progress: bool) -> Iterator[None]:
+    """Sets up the command's logging, but prints no tables; messages below warning level appear only with ``progress``.
 
     Restores levels and handlers on exit.
     """

@@ -42,16 +42,16 @@ CLEAR = 2.0
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Chosen layer with the scores of all layers.
+    """Selected layer and the scores of all layers.
 
     A layer's score is how much more the verdict's log-odds fall when its top-weighted tokens are removed than when
-    random tokens are: a mean over pairs and over shares of removed tokens.
+    random tokens are, averaged over pairs and over the shares of tokens removed.
 
-    ``error``: standard error over pairs of the chosen layer's score. ``errors``: for each other layer, the standard
-    error of the pairwise difference to the chosen one. Both are None for fewer than two pairs. ``full``: mean log-odds
-    of the judge's verdict on whole responses; no drop can be larger. ``pairs``: number of pairs scored. ``left_out``:
-    number of pairs that could not be shown to the judge. ``emptied``: number of shortened responses without any token.
-    ``prompts`` and ``seconds``: cost of the search.
+    ``error``: standard error of the selected layer's score over pairs. ``errors``: for each other layer, the standard
+    error of its paired difference from the selected one. Both are None for fewer than two pairs. ``full``: mean
+    log-odds of the judge's verdict on whole responses; no drop can be larger. ``pairs``: number of pairs scored.
+    ``left_out``: number of pairs that could not be shown to the judge. ``emptied``: number of shortened responses with
+    no tokens left. ``prompts`` and ``seconds``: cost of the search.
     """
 
     layer: int
@@ -68,15 +68,15 @@ class LayerChoice:
 
     def caveats(self) -> list[str]:
         """Lists reasons why the sample may be too small for this choice, with advice; empty if it is large enough."""
-        more = "raise auto_layer.pairs"
+        more = "increase auto_layer.pairs"
         if self.pairs + self.left_out < self.rules.pairs:
             more = "there are no more training pairs, so set weights.layer to a number"
         found = []
         best = self.scores[self.layer]
         if self.error is None or best <= CLEAR * self.error:
             found.append(
-                f"the sample of {self.pairs} pairs is too small to tell layer {self.layer} from random tokens "
-                f"({best:+.3f}, standard error {_format_error(self.error)}): {more}"
+                f"the sample of {self.pairs} pairs is too small to tell layer {self.layer} apart from random "
+                f"tokens ({best:+.3f}, standard error {_format_error(self.error)}): {more}"
             )
         like = [
             layer for layer, error in self.errors.items() if error is None or self._lead_over(layer) <= CLEAR * error
@@ -104,9 +104,9 @@ class LayerChoice:
         """Describes the choice and the scores of all layers in one log line."""
         scores = ", ".join(f"{layer}: {score:+.3f}" for layer, score in self.scores.items())
         return (
-            f"weights.layer=auto chose layer {self.layer} of {len(self.scores)}; drop of the verdict's log-odds in "
-            f"excess of random removals, by layer: {scores} (full log-odds {self.full:.3f}; {self.pairs} pairs, "
-            f"{self.left_out} left out, {self.emptied} shortened responses are empty)"
+            f"weights.layer=auto selected layer {self.layer} of {len(self.scores)}; drop in the verdict's log-odds "
+            f"beyond that of random removals, by layer: {scores} (full log-odds {self.full:.3f}; {self.pairs} pairs "
+            f"scored, {self.left_out} skipped; {self.emptied} shortened responses were empty)"
         )
 
 
@@ -115,10 +115,10 @@ def _format_error(error: float | None) -> str:
 
 
 def find_layer(source: WeightSource, readers: Readers, train: EncodedSet, rules: LayerRules) -> LayerChoice:
-    """Finds the layer for these training pairs, or reads an earlier choice from the store.
+    """Finds the layer for these training pairs, or loads an earlier choice from the store.
 
-    Logs the choice and warns if the sample is too small for it. Raises UserError in a job of several processes if the
-    choice is not in the store yet.
+    Logs the choice and warns if the sample is too small for it. Raises UserError in a multi-process job if the store
+    has no choice yet.
     """
     sample = select_calibration_pairs(train.pairs, rules.pairs)
     judge = readers.make_judge()
@@ -145,7 +145,7 @@ def find_layer(source: WeightSource, readers: Readers, train: EncodedSet, rules:
         write_record(path, {"key": identify(key), **known.to_dict()})
         log.info("%s (%d judge prompts, %.0f s)", known.summary(), known.prompts, known.seconds)
     else:
-        log.info("%s; read from the store", known.summary())
+        log.info("%s; loaded from the store", known.summary())
     for doubt in known.caveats():
         log.warning("weights.layer=auto: %s", doubt)
     return known
@@ -162,7 +162,7 @@ def _score_layers(
     began = time.perf_counter()
     ranked = layer_rankings(source, readers, train, sample)
     log.info(
-        "weights.layer=auto: scoring %d layers on %d training pairs, at most %d judge prompts",
+        "weights.layer=auto: scoring %d layers on %d training pairs with at most %d judge prompts",
         len(ranked),
         len(sample),
         2 * len(sample) + len(sample) * len(ranked) * len(rules.shares) * (2 + rules.draws),
@@ -170,7 +170,7 @@ def _score_layers(
     loaded = judge.load(readers.base.device)
     removal = RemovalSettings(rules.shares, rules.draws, rules.seed, (RemovalMode.REMOVE,))
     sources = {str(layer): rows for layer, rows in ranked.items()}
-    progress = partial(log.info, "weights.layer=auto: %d of %d judge prompts")
+    progress = partial(log.info, "weights.layer=auto: %d of %d judge prompts done")
     found = measure_token_removal(sample, sources, loaded.model, loaded.prompts, removal, progress)
     each = {layer: found.mean_advantages(str(layer)) for layer in ranked}
     scores = {layer: round(float(values.mean()), 6) for layer, values in each.items()}
@@ -209,9 +209,9 @@ def layer_rankings(
     sample: list[PreferencePair],
     layers: "tuple[int | str, ...]" = (),
 ) -> dict[int, Rankings]:
-    """Returns the finished weights of ``sample`` by ``source`` for each of ``layers`` (empty: every layer).
+    """Returns the final weights that ``source`` assigns to ``sample`` for each of ``layers`` (empty: all layers).
 
-    ``sample``: some of the pairs in ``encoded``. Pairs missing from the store are judged, all layers in one pass.
+    ``sample``: subset of the pairs in ``encoded``. Pairs missing from the store are judged once for all layers.
     """
     depth = readers.make_judge().num_layers
     every = sorted({resolve_layer(layer, depth) for layer in layers or layers_with_attention(depth)})
@@ -238,13 +238,13 @@ def replace_layers(source: WeightSource, layer: int, layers: Sequence[int] = ())
 
 
 def _load_choice(path: Path, key: Mapping[str, object]) -> LayerChoice | None:
-    """Reads a stored choice; returns None if there is no file, and warns if it is damaged or has another key."""
+    """Loads a stored choice; None if there is no file, or (with a warning) if it is damaged or has a different key."""
     if not path.exists():
         return None
     stored = read_record(path)
     try:
         if stored is None or digest(identify(stored.pop("key"))) != digest(identify(key)):
-            raise ValueError("the file is damaged or has another key")
+            raise ValueError("the file is damaged or has a different key")
         scores = {int(layer): float(score) for layer, score in stored.pop("scores").items()}
         errors = {int(layer): error for layer, error in stored.pop("errors").items()}
         del stored["doubts"]
@@ -252,7 +252,7 @@ def _load_choice(path: Path, key: Mapping[str, object]) -> LayerChoice | None:
         rules = LayerRules(**{**rules, "shares": tuple(rules["shares"])})
         choice = LayerChoice(scores=scores, errors=errors, rules=rules, **stored)
         if choice.layer not in scores or not all(map(math.isfinite, scores.values())):
-            raise ValueError("the scores are not finite, or the chosen layer has none")
+            raise ValueError("the scores are not finite, or the selected layer has none")
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         log.warning("weights.layer=auto: ignoring the stored choice %s and searching again (%s)", path, problem)
         return None

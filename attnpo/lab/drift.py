@@ -1,9 +1,9 @@
-"""Measures after training where a run's policy moved away from its base (config node ``drift``).
+"""Measures where a run's policy has drifted from its base after training (config node ``drift``).
 
 Uses validation pairs, training pairs (ranking accuracy only) and, in settings with a known reward, sampled answers: the
-policy's and the base's answer to a prompt form a pair, weighted like the training pairs. Nothing is written to the
-store. Weight classes mean different things in different arms. To compare arms, use the decisive tokens, which are the
-same for all.
+policy's answer and the base's answer to a prompt form a pair, which is weighted like the training pairs. Nothing is
+written to the store. Weight classes mean different things in different arms. To compare arms, use the decisive tokens,
+which are the same for all.
 """
 
 import logging
@@ -60,7 +60,7 @@ _of_base = PointCache(entries=64, room=1 << 22)  # bytes
 
 @dataclass(frozen=True)
 class ResponseShift:
-    """Shift of the policy on one response, token by token.
+    """Per-token shift of the policy from its base on one response.
 
     ``kl``: KL(policy || base) over the whole vocabulary, in nats, per token. ``gain``: log-probability of the response
     under the policy minus that under the base, in nats. ``ends``: mask of the end-of-turn tokens. ``weights``: weights
@@ -158,7 +158,7 @@ def _first_examples(examples: Sequence[TrainingExample], count: int) -> list[Tra
 def _measure_movement(
     run: TrainedRun, examples: Sequence[TrainingExample], pairs: Mapping[str, PreferencePair] | None
 ) -> dict[str, list[ResponseShift]]:
-    """Returns the shift of every response by side. ``pairs``: source pairs by id, needed for decisive tokens."""
+    """Returns each response's shift, grouped by side. ``pairs``: source pairs by id, needed for decisive tokens."""
     scored = _score_responses(run, [side for example in examples for side in example.sides])
     moved: dict[str, list[ResponseShift]] = {side: [] for side in SIDES}
     for number, example in enumerate(examples):
@@ -198,7 +198,7 @@ def _score_responses(run: TrainedRun, sides: Sequence[EncodedResponse]) -> list[
 
 
 def _score_on_base(run: TrainedRun, sequences: Sequences) -> tuple[RowGroup, TokenStats]:
-    """Returns the rows of one batch with the base's statistics, cached because most sweep points need the same ones."""
+    """Returns one batch's rows with the base's statistics, which are cached because most sweep points share them."""
     base = run.readers.base
     group = make_unweighted_rows(sequences, padded_layout, base.chat.rows.pad_id).to(base.device)
 
@@ -213,7 +213,7 @@ def _score_on_base(run: TrainedRun, sequences: Sequences) -> tuple[RowGroup, Tok
 
 
 def score_base(base: ScoredLM, group: RowGroup) -> TokenStats:
-    """Runs the base without gradients and returns token statistics with the hidden states ``score_policy`` needs.
+    """Runs the base without gradients and returns token statistics, including the hidden states for ``score_policy``.
 
     Raises ``ValueError`` when the rows have no model inputs.
     """
@@ -245,7 +245,7 @@ def _model_inputs(group: RowGroup) -> tuple[ModelInputs, Tensor, Tensor]:
 
 
 def _relative_weights(source: WeightSource, example: TrainingExample, place: int) -> Row | None:
-    """Returns a response's weights relative to uniform (|y| w, or factors); None if they are computed in training."""
+    """Returns a response's weights relative to uniform (|y| w, or factors); None if computed during training."""
     if isinstance(source, OnlineSource) or not example.weights[place].numel():
         return None
     weights = example.weights[place].double().numpy()
@@ -292,9 +292,9 @@ def summarize_kl(responses: Sequence[ResponseShift]) -> dict[str, Json]:
 
 
 def decile_means(order: Row, values: Mapping[str, Row]) -> dict[str, dict[str, Json]]:
-    """Returns the mean of each of ``values`` in every tenth of the tokens, sorted by ``order`` and numbered from 1.
+    """Returns the mean of each of ``values`` in each decile (1 to 10) of the tokens sorted by ``order``.
 
-    Ties in ``order`` are split between tenths at random.
+    Ties in ``order`` are split between deciles at random.
     """
     tokens = np.lexsort((np.random.default_rng(0).random(order.size), order))
     groups = np.split(tokens, [-(-number * order.size // DECILES) for number in range(1, DECILES)])
@@ -307,8 +307,8 @@ def decile_means(order: Row, values: Mapping[str, Row]) -> dict[str, dict[str, J
 def weight_classes(weights: Row, ends: Flags) -> dict[str, Flags]:
     """Returns a token mask per weight class; every token is in exactly one class.
 
-    Classes: end of turn; no weight (the token matches no token of the judge, or was given no weight); below uniform;
-    uniform or more.
+    Classes: end of turn; no weight (the token matches none of the judge's tokens, or its weight is 0); below uniform;
+    uniform or above.
     """
     low = weights < 1 - ROUNDING
     none = np.abs(weights) <= ROUNDING
@@ -316,7 +316,7 @@ def weight_classes(weights: Row, ends: Flags) -> dict[str, Flags]:
 
 
 def kl_by_class(kl: Row, classes: Mapping[str, Flags]) -> dict[str, Json]:
-    """Returns each class's share of the tokens, share of the KL, and KL per token; None where undefined."""
+    """Returns each class's share of the tokens, share of the KL, and KL per token; None if undefined."""
     every, total = float(kl.size), float(kl.sum())
     counts = {name: (float(flags.sum()), float(kl[flags].sum())) for name, flags in classes.items()}
     return {
@@ -326,7 +326,7 @@ def kl_by_class(kl: Row, classes: Mapping[str, Flags]) -> dict[str, Json]:
 
 
 def ranking_accuracy(chosen: Sequence[ResponseShift], rejected: Sequence[ResponseShift]) -> float | None:
-    """Returns the share of pairs whose chosen response gained more than the rejected one; None without pairs.
+    """Returns the share of pairs whose chosen response gained more than the rejected one; None if there are no pairs.
 
     Ties count one half. Gains are unweighted sums of log-ratios, as in DPO's reward accuracy.
     """
@@ -337,12 +337,12 @@ def ranking_accuracy(chosen: Sequence[ResponseShift], rejected: Sequence[Respons
 
 
 def mean_gain(responses: Sequence[ResponseShift]) -> float | None:
-    """Returns the mean change of log-probability per response, in nats; None without responses."""
+    """Returns the mean change in log-probability per response, in nats; None if there are no responses."""
     return _round_finite(float(np.mean([one.gain for one in responses]))) if responses else None
 
 
 def quantiles(values: Row) -> dict[str, Json]:
-    """Returns the median, the 90th and 99th percentiles and the maximum of ``values``; empty without values."""
+    """Returns the median, the 90th and 99th percentiles and the maximum of ``values``; empty if there are none."""
     if not values.size:
         return {}
     return {name: _round_finite(float(np.quantile(values, level))) for name, level in QUANTILES.items()}

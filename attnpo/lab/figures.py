@@ -1,4 +1,4 @@
-"""Figures of studies: reward against KL, arm comparison, scores by layer, gains by world."""
+"""Figures for studies: reward against KL, arm comparisons, scores by layer, gains by world."""
 
 import itertools
 import math
@@ -34,14 +34,15 @@ from attnpo.display.look import (
 # ------------------------------------------------------------------------------------------------ reward against KL
 
 FAR = 3.0  # times the largest limit that a figure reaches; points beyond it are drawn at its edge
-HOW = "bars: 95 % intervals; ring: point chosen on validation"
+HOW = "bars: 95 % intervals; ring: point selected on validation"
 
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """Reward and KL (nats) of one grid point of an arm; ``label`` names the point ("beta 0.1, lr 5e-5").
+    """Reward and KL (nats) at one of an arm's grid points; ``label`` names the point ("beta 0.1, lr 5e-5").
 
-    ``low``, ``high``: ends of the reward's interval, NaN without one. ``best``: this point was chosen on validation.
+    ``low``, ``high``: bounds of the reward's interval, NaN if unknown. ``best``: whether validation selected this
+    point.
     """
 
     arm: str
@@ -54,7 +55,7 @@ class FrontierPoint:
 
     @property
     def root_kl(self) -> float:
-        """Returns the square root of the KL, the axis coordinate. Negative KL is estimation noise and counts as 0."""
+        """Returns the axis coordinate of a KL, its square root. Negative KL is estimation noise and counts as 0."""
         return math.sqrt(max(0.0, self.kl))
 
 
@@ -73,10 +74,10 @@ def frontier_figure(
 
     The best points are ringed, have bolder intervals and are named in the legend. ``base_reward`` is drawn as a dotted
     line, its interval as a band. The KL axis has a square-root scale, on which rewards at a given KL are interpolated;
-    negative KL (estimation noise) is drawn at 0. ``limits``: KL values marked by vertical lines. A point at more than
-    ``FAR`` times the largest limit, or with an extreme reward (``axis_limits``), is drawn at the edge as a hollow arrow
-    with its value, so that it does not squeeze the others. Points that are not finite are omitted and counted below the
-    figure. ``looks``: line styles of the study's arms.
+    negative KL (estimation noise) is drawn at 0. ``limits``: KL values marked by vertical lines. Points beyond ``FAR``
+    times the largest limit, or with an extreme reward (``axis_limits``), are drawn at the edge as hollow arrows with
+    their values, so that they do not compress the scale. Non-finite points are omitted and counted below the figure.
+    ``looks``: line styles of the study's arms.
     """
     every = list(points)
     drawn = [point for point in every if math.isfinite(point.kl) and math.isfinite(point.reward)]
@@ -94,7 +95,7 @@ def frontier_figure(
     figure = new_figure(8.4, 5.6)
     axes = figure.add_subplot()
     left_out = len(every) - len(drawn)
-    notes = [f"left out, not finite: {left_out} points"] if left_out else []
+    notes = [f"non-finite points omitted: {left_out}"] if left_out else []
     beyond = [point for point in drawn if point not in near or not low <= point.reward <= high]
     notes += ["hollow arrow at the edge: point outside the figure, with its value"] if beyond else []
     marks = ["dash-dotted: KL at which arms are compared"] if limits else []
@@ -137,7 +138,7 @@ def _draw_arm(
 def _draw_outliers(
     axes: Axes, beyond: Sequence[FrontierPoint], looks: ArmStyles, top: float, span: tuple[float, float]
 ) -> None:
-    """Draws arrows at the edge for points outside the figure, with their values."""
+    """Draws points outside the figure as arrows at its edge, labelled with their values."""
     low, high = span
     for point in beyond:
         right, over = point.kl > top, point.reward > high
@@ -153,7 +154,7 @@ def _draw_outliers(
 
 
 def _set_root_axis(axes: Axes, largest: Number, limits: Sequence[Number]) -> float:
-    """Sets ticks at round KL values on the root axis; returns the KL at its right end, which covers all limits."""
+    """Sets ticks at round KL values on the root axis; returns the KL at its right end, which includes all limits."""
     top = max(largest, *limits, 0.1) * 1.06
     edge = math.sqrt(top)
     ticks, last, gap = [0.0], math.inf, 0.09 * edge
@@ -173,7 +174,7 @@ def _set_root_axis(axes: Axes, largest: Number, limits: Sequence[Number]) -> flo
 
 @dataclass(frozen=True)
 class ArmPanel:
-    """Panel with one metric for every arm. ``levels``: values at chosen points; ``others``: at other grid points.
+    """Panel showing one metric for each arm. ``levels``: values at selected points; ``others``: at other grid points.
 
     ``line``: name and value of a dotted reference line.
     """
@@ -197,9 +198,9 @@ def arm_figure(
 ) -> Path:
     """Draws the panels side by side, one row per arm in the order of the first panel; returns the PNG's path.
 
-    The interval of the ``control`` is drawn as a band behind all arms. Values that are not finite are omitted, and so
-    are small marks far from all others (``axis_limits``), which would squeeze the rest. ``note`` is printed below the
-    first panel.
+    The interval of the ``control`` is drawn as a band behind all arms. Non-finite values are omitted, as are small
+    markers far from all others (``axis_limits``), which would compress the scale. ``note`` is printed below the first
+    panel.
     """
     arms = list(dict.fromkeys(arm for shown in panels for arm in shown.levels))
     seen = looks or make_arm_styles(arms, control)
@@ -243,7 +244,7 @@ def _draw_arms(axes: Axes, shown: ArmPanel, arms: Sequence[str], looks: ArmStyle
 
 @dataclass(frozen=True)
 class LayerPoint:
-    """Score at a layer (counted from 1) with the ends of its interval, NaN without one. ``arm``: the arm measured."""
+    """Score at a layer (counted from 1) with the bounds of its interval, NaN if unknown. ``arm``: the arm measured."""
 
     layer: int
     score: Number
@@ -265,9 +266,8 @@ def layer_curve(
 ) -> Path:
     """Draws the score per layer, and the baselines in a second panel, all with intervals; returns the PNG's path.
 
-    A point has the colour of ``LayerPoint.arm``. Baselines are drawn as lines through both panels, the interval of the
-    ``control`` as a band. Points and baselines that are not finite are omitted. ``looks``: line styles of the study's
-    arms.
+    Points are coloured by ``LayerPoint.arm``. Baselines are drawn as lines through both panels, the interval of the
+    ``control`` as a band. Non-finite points and baselines are omitted. ``looks``: line styles of the study's arms.
     """
     kept = sorted((point for point in points if math.isfinite(point.score)), key=lambda point: point.layer)
     levels = {name: as_score_interval(value) for name, value in (baselines or {}).items()}
@@ -317,7 +317,7 @@ def _draw_baselines(
 
 @dataclass(frozen=True)
 class LayerPanel:
-    """Panel of lines over layers. ``lines``: for each line's name, one mapping from layer to value per seed."""
+    """Panel of curves over layers. ``lines``: per curve name, one mapping from layer to value for each seed."""
 
     title: str
     ylabel: str
@@ -352,7 +352,7 @@ def layer_panels(panels: Sequence[LayerPanel], path: Path | str) -> Path:
 
 @dataclass(frozen=True)
 class GainPoint:
-    """Difference to the control at one scale position, with its interval. ``equal``: both reach the KL level."""
+    """Difference from the control at one scale position, with its interval. ``equal``: both reach the KL level."""
 
     place: Number
     gain: Number
@@ -374,10 +374,10 @@ def gain_figure(
     title: str = "",
     looks: ArmStyles | None = None,
 ) -> Path:
-    """Draws differences to a control along a scale, one panel per title and one line per arm; returns the PNG's path.
+    """Draws differences from a control along a scale, one panel per title and one line per arm; returns the PNG's path.
 
-    Panels share both axes. At each position the arms are drawn slightly side by side, with intervals as bars. Points
-    that are not at equal KL are hollow; points that are not finite are omitted. ``looks``: line styles of the study's
+    Panels share both axes. At each position the arms are slightly offset from each other, with intervals as bars.
+    Points that are not at equal KL are hollow; non-finite points are omitted. ``looks``: line styles of the study's
     arms.
     """
     seen = looks or make_arm_styles(name for lines in panels.values() for name in lines)

@@ -11,12 +11,12 @@ DECISIVE = "decisive"
 
 @dataclass(frozen=True)
 class LayerRules:
-    """Rules by which ``weights.layer=auto`` finds a layer.
+    """Rules for finding a layer with ``weights.layer=auto``.
 
-    ``pairs``: size of the calibration sample, the first training pairs in order of id. The top-weighted ``shares`` of
-    the tokens are removed and compared with ``draws`` random removals (seeded by ``seed``) of as many tokens at the
-    same positions. An even number of draws cancels the judge's position bias. The search takes pairs x layers x shares
-    x (2 + draws) judge prompts.
+    ``pairs``: size of the calibration sample, the first training pairs sorted by id. The top-weighted ``shares`` of the
+    tokens are removed and compared with ``draws`` random removals (seeded by ``seed``) of as many tokens at the same
+    positions. An even number of draws cancels the judge's position bias. The search needs pairs x layers x shares x (2
+    + draws) judge prompts.
     """
 
     pairs: int = 64

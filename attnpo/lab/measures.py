@@ -1,4 +1,4 @@
-"""Components of the lab that a run's config calls before and after training. Imports heavy modules only when used."""
+"""Lab components that a run's config calls before and after training. Imports heavy modules only on use."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +15,9 @@ class AutoLayer(LayerRules):
     """Finds the layer of ``weights.layer=auto`` (config node ``auto_layer``)."""
 
     def resolve_layer(self, source: Any, readers: Any, train: Any) -> tuple[Any, Mapping[str, object] | None]:
-        """Replaces ``layer=auto`` by the layer found on ``train``; returns the weights and a record of the search.
+        """Replaces ``layer=auto`` with the layer found on ``train``; returns the weights and a record of the search.
 
-        If the layer of the weights is not ``auto``, returns them unchanged, and None as the record.
+        If the layer is not ``auto``, returns the weights unchanged and None as the record.
         """
         if not needs_layer_search(source):
             return source, None
@@ -29,7 +29,7 @@ class AutoLayer(LayerRules):
 
 @dataclass(frozen=True)
 class DriftSettings:
-    """Settings of the drift measurement, which uses the first pairs in order of id or prompt (config node ``drift``).
+    """Settings of the drift measurement, which uses the first pairs sorted by id or prompt (config node ``drift``).
 
     ``pairs``: number of validation pairs for the KL by token; 0 measures nothing. ``train_pairs``: number of training
     pairs for the ranking accuracy. ``answers``: number of answers sampled from the policy for the KL by token, only in
@@ -45,7 +45,7 @@ class DriftSettings:
         check_at_least("drift", 1, train_pairs=self.train_pairs, answers=self.answers)
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists config keys without effect, with reasons."""
+        """Lists config keys that have no effect, with reasons."""
         return {} if self.pairs else dict.fromkeys(("train_pairs", "answers"), "drift.pairs=0 measures nothing")
 
     def measure(
@@ -60,9 +60,8 @@ class DriftSettings:
     ) -> dict[str, Json]:
         """Measures and returns the content of ``RunResult.drift``; empty if ``pairs`` is 0.
 
-        ``readers``: compute the run's weights, from its base model where they need one. ``reference``: type of the
-        run's reference.
-        ``sampled``: pairs with the policy's answers as chosen and the base's as rejected.
+        ``readers``: compute the run's weights, with its base model if needed. ``reference``: type of the run's
+        reference. ``sampled``: pairs with the policy's answers as chosen and the base's as rejected.
         """
         if not self.pairs:
             return {}

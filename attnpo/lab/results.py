@@ -43,7 +43,7 @@ class Run:
     """Finished run.
 
     ``result``: content of result.json (seed, steps, seconds, last metrics, inputs, versions, truth, drift). ``config``:
-    configuration of the run as plain values. ``notes``: remarks on the run's files, e.g. missing checksums.
+    configuration of the run as plain values. ``notes``: remarks about the run's files, e.g. missing checksums.
     """
 
     path: Path
@@ -71,12 +71,12 @@ class Run:
 
     @cached_property
     def samples(self) -> pandas.DataFrame:
-        """Returns answers to validation prompts: prompt, policy, reference. Empty if the run wrote none."""
+        """Returns sample answers to validation prompts: prompt, policy, reference. Empty if the run has none."""
         return _make_frame(sample_rows(self.path), ["prompt", "policy", "reference"])
 
     @cached_property
     def scores(self) -> pandas.DataFrame:
-        """Returns true scores, one row per split. Raises UserError in settings without a known reward."""
+        """Returns the true scores, one row per split. Raises UserError in settings without a known reward."""
         if self.result.truth is None:
             raise UserError(
                 f"{self.path}: the run's setting has no known reward, so there are no true scores; see run.metrics"
@@ -94,7 +94,7 @@ def load_run(folder: str | Path) -> Run:
     path = Path(folder).expanduser()
     if not (path / RESULT).is_file() and (path / CONFIG).is_file():
         raise UserError(
-            f"{path}: the run is not finished: it has {CONFIG} but no {RESULT}; repeat its command with resume=auto "
+            f"{path}: the run is not finished: it has {CONFIG} but no {RESULT}; run its command again with resume=auto "
             f"name={path.name}"
         )
     if folder_kind(path) == "study":
@@ -128,12 +128,12 @@ class FinishedPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class StudyResults:
-    """Study read from its folder.
+    """Study loaded from its folder.
 
     ``state``: progress of an unfinished study; empty for a finished one. ``notes``: notes below the tables, and remarks
-    on files that are left out, unfinished or unchecked. ``printed``: printed tables with titles. ``rows``: runs with
-    metrics; for an unfinished study the runs so far, without grid values. ``record``: content of study.json.
-    ``setting``: the setting that the points were composed with.
+    about files that are skipped, unfinished or unchecked. ``printed``: printed tables with titles. ``rows``: runs with
+    metrics; for an unfinished study, the runs so far, without grid values. ``record``: content of study.json.
+    ``setting``: setting that the points were composed with.
     """
 
     path: Path
@@ -151,12 +151,12 @@ class StudyResults:
 
     @property
     def is_finished(self) -> bool:
-        """Returns whether the study has its tables. An unfinished one has only the points finished so far."""
+        """Returns whether the study has its tables. An unfinished study has only the points finished so far."""
         return not self.state
 
     @cached_property
     def tables(self) -> dict[str, pandas.DataFrame]:
-        """Returns every printed table by title, with unrounded numbers."""
+        """Returns all printed tables by title, with unrounded numbers."""
         found: dict[str, pandas.DataFrame] = {} if self.is_finished else {self.state: self.points}
         for title, block in self.printed:
             again = sum(name == title or name.startswith(f"{title} (") for name in found)
@@ -166,13 +166,13 @@ class StudyResults:
 
     @cached_property
     def arms(self) -> pandas.DataFrame:
-        """Returns the table of arms, each at its chosen point. Raises UserError for an unfinished study."""
+        """Returns the table of arms, each at its selected point. Raises UserError for an unfinished study."""
         self._require_finished("arms")
         return next(iter(self.tables.values()))
 
     @cached_property
     def points(self) -> pandas.DataFrame:
-        """Returns one row per run with its grid values and metrics; for an unfinished study the runs so far."""
+        """Returns one row per run with its grid values and metrics; for an unfinished study, one row per run so far."""
         return _make_frame(self.rows)
 
     @cached_property
@@ -200,7 +200,7 @@ class StudyResults:
         return _make_frame([{**run, **row} for run, folder in named for row in sample_rows(folder)], ANSWERS)
 
     def runs(self, arm: str | None = None, seed: int | None = None) -> list[Run]:
-        """Loads the study's runs, optionally those of one arm or one seed."""
+        """Loads the study's runs, optionally only those of one arm or one seed."""
         if not self.is_finished:
             return [_make_run(folder, read_result(folder)) for folder in self._undamaged_folders()]
         return [
@@ -210,7 +210,7 @@ class StudyResults:
         ]
 
     def finished_points(self, label: str | None = None) -> list[FinishedPoint]:
-        """Returns the points behind the tables, without damaged ones. ``label``: ``Arm.label`` to restrict them to."""
+        """Returns the undamaged points that the tables are based on; with ``label``, only those of one arm."""
         found = []
         for one in self.record.get("runs", []):
             folder, arm = self.path / one["folder"], Arm(one["arm"], (), one["layer"], one["world"])
@@ -224,7 +224,7 @@ class StudyResults:
         """Returns reward and KL on test prompts, one row per arm and grid point, as means over seeds.
 
         ``low`` and ``high``: the reward's 95 % interval over seeds and prompts. ``chosen``: whether this point
-        represents its arm; chosen on validation prompts. Raises UserError for an unfinished study or one without a
+        represents its arm; selected on validation prompts. Raises UserError for an unfinished study or one without a
         known reward.
         """
         return _make_frame(
@@ -246,10 +246,10 @@ class StudyResults:
         )
 
     def at_kl(self, level: float) -> pandas.DataFrame:
-        """Returns the reward of every arm at one KL to the base (nats), interpolated along the arm's grid points.
+        """Returns each arm's reward at a given KL to the base (nats), interpolated along the arm's grid points.
 
         ``mark`` is "" for a value at the level, "<" if the arm's points end before it, and "~" if no point is near it.
-        Raises UserError as ``frontier`` does.
+        Raises UserError in the same cases as ``frontier``.
         """
         if not level > 0:
             raise UserError(f"at_kl: expected a KL above 0 in nats, got {level}")
@@ -267,7 +267,7 @@ class StudyResults:
         self._require_finished("reward against KL")
         points = group_by_point([(point, result) for point, result, _ in self.finished_points()])
         if not points or not has_truth(points):
-            why = "none of its points is left" if not points else "its setting has no known reward"
+            why = "all of its points are damaged or missing" if not points else "its setting has no known reward"
             raise UserError(f"{self.path}: {why}, so there is no reward against KL; see study.points")
         found: dict[tuple[str, str], list[PointResults]] = {}
         for point in points:
@@ -276,7 +276,9 @@ class StudyResults:
 
     def _require_finished(self, what: str) -> None:
         if not self.is_finished:
-            raise UserError(f"{self.path}: no tables yet, so no {what}: {self.notes[0]}; see study.points")
+            raise UserError(
+                f"{self.path}: the study has no tables yet, so there is no {what} ({self.notes[0]}); see study.points"
+            )
 
 
 def load_study(folder: str | Path) -> StudyResults:
@@ -295,8 +297,8 @@ def load_study(folder: str | Path) -> StudyResults:
 def read_study(folder: Path) -> StudyResults:
     """Reads the study in a folder.
 
-    Damaged points are left out and named in a note. Raises UserError if there are neither tables nor finished points,
-    or if the study's own files are damaged.
+    Damaged points are skipped and named in a note. Raises UserError if there are neither tables nor finished points, or
+    if the study's own files are damaged.
     """
     expected = [
         name for name in STUDY_FILES if name != TABLES or (folder / TABLES).exists() or TABLES in read_checksums(folder)
@@ -327,7 +329,7 @@ def read_study(folder: Path) -> StudyResults:
         rows = [run_row(place) for place in sound]
     else:
         raise missing_folder_error(folder, f"a finished study ({', '.join(STUDY_FILES)}, points/*/{RESULT})")
-    notes += [f"left out, {place.name}: {damage}" for place, damage in points.items() if damage is not None]
+    notes += [f"skipped {place.name}: {damage}" for place, damage in points.items() if damage is not None]
     notes += unsealed_warnings(sound)
     if not state and len(sound) < len(rows):
         notes.append(f"{len(rows) - len(sound)} of {len(rows)} runs in results.csv have no {RESULT} under points/")
@@ -350,7 +352,7 @@ def read_printed_tables(path: Path) -> tuple[list[tuple[str, TableBlock]], list[
 
 
 def read_run_rows(path: Path) -> list[dict[str, Cell]]:
-    """Reads all runs of a study from its results.csv; empty without the file."""
+    """Reads all runs of a study from its results.csv; empty if there is no such file."""
     if not path.is_file():
         return []
     try:
@@ -387,7 +389,8 @@ def missing_folder_error(folder: Path, expected: str) -> UserError:
     """Builds the error for a folder that is not of the expected kind; the message lists the files found there."""
     if not folder.is_dir():
         return UserError(
-            f"{folder}: expected the folder of {expected}, but {'it is a file' if folder.exists() else 'there is none'}"
+            f"{folder}: expected the folder of {expected}, but it "
+            f"{'is a file' if folder.exists() else 'does not exist'}"
         )
     held = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
     there = ", ".join(held[:8]) + (", ..." if len(held) > 8 else "") if held else "nothing"
@@ -402,7 +405,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def unsealed_warnings(folders: Sequence[Path]) -> list[str]:
-    """Returns a warning that names the first folder without checksums and counts the others; empty without any."""
+    """Returns a warning that names the first folder without checksums and counts the others; empty if none."""
     unsealed = [folder for folder in folders if not has_checksums(folder)]
     more = f" (and {len(unsealed) - 1} more)" if len(unsealed) > 1 else ""
     return [f"{unsealed[0].resolve().name}: it has no {SEAL}, so its files are not checked{more}"] if unsealed else []
@@ -414,7 +417,9 @@ def read_result(folder: Path) -> RunResult:
     if not path.is_file():
         raise missing_folder_error(folder, f"a finished run ({RESULT})")
     if (damage := find_damage(folder)) is not None:
-        raise UserError(f"{folder}: {damage}; run it again (resume=auto rebuilds the result from its last step)")
+        raise UserError(
+            f"{folder}: {damage}; run its command again (resume=auto rebuilds the result from its last step)"
+        )
     try:
         return RunResult.read(path.read_text(encoding="utf-8"))
     except ValueError as problem:
@@ -444,13 +449,13 @@ def run_row(folder: Path) -> dict[str, Cell]:
 
 
 def run_warnings(folder: Path) -> list[str]:
-    """Returns a finished run's warnings: on its judge, on validation pairs seen in training, on lost weights."""
+    """Returns a finished run's warnings: about its judge, validation pairs seen in training, and lost weights."""
     result = RunResult.read((folder / RESULT).read_text(encoding="utf-8"))
     return [f"WARNING: {folder.resolve().name}: {warning}" for warning in result.warnings]
 
 
 def read_run_settings(path: Path) -> dict[str, Cell]:
-    """Reads the settings that distinguish runs (weights, objective, ...) from a saved config; empty without one."""
+    """Reads the settings that distinguish runs (weights, objective, ...) from a saved config; empty if none."""
     cfg = read_run_config(path)
     if cfg is None:
         return {}
@@ -472,7 +477,7 @@ def read_run_settings(path: Path) -> dict[str, Cell]:
 
 
 def read_run_config(path: Path) -> DictConfig | None:
-    """Reads a saved configuration; None without a file. Raises UserError for a file that is not a configuration."""
+    """Reads a saved configuration; None if there is no file. Raises UserError if it is not one."""
     if not path.is_file():
         return None
     try:
@@ -502,5 +507,5 @@ def _arm_columns(world: str, arm: str) -> dict[str, object]:
 
 
 def _make_frame(rows: Sequence[Mapping[str, object]], columns: Sequence[str] = ()) -> pandas.DataFrame:
-    """Builds a frame with every column that any row has; ``columns`` if there are no rows."""
+    """Builds a frame with all columns that occur in any row; with ``columns`` if there are no rows."""
     return pandas.DataFrame([dict(row) for row in rows], columns=None if rows else list(columns))

@@ -85,7 +85,7 @@ def test_frontier(tmp_path: Path) -> None:
     told = read_drawing(path)
     assert GREEN not in told, "an arm without a finite point takes no colour"
     assert "stroke-width: 1.8" in told, "the ring around the best point"
-    assert "opacity: 0.18" in told and "left out, not finite: 1 points" in told and "dash-dotted: KL" in told
+    assert "opacity: 0.18" in told and "non-finite points omitted: 1" in told and "dash-dotted: KL" in told
     whole = svg_path(path).read_text(encoding="utf-8")
     root = ElementTree.fromstring(whole)
     words = [text for node in root.iter("{http://www.w3.org/2000/svg}text") for text in node.itertext()]

@@ -80,7 +80,7 @@ def test_the_layer_is_found_once_and_recorded(made: Made, tmp_path: Path, caplog
     assert set(record["errors"]) == {"1", "2"} - {str(layer)} and record["error"] > 0
     (stored,) = (tmp_path / CHOICE).glob("*.json")
     assert json.loads(stored.read_text(encoding="utf-8"))["scores"] == record["scores"]
-    lines = [line for line in caplog.messages if f"auto chose layer {layer} of 2" in line]
+    lines = [line for line in caplog.messages if f"auto selected layer {layer} of 2" in line]
     assert len(lines) == 2 and "from the store" in lines[1]
     assert repeated == record
 
@@ -94,7 +94,7 @@ def test_four_pairs_are_too_few_and_every_run_warns(
     said = [line for line in warned if line.startswith("weights.layer=auto: ")]
     assert said == [f"weights.layer=auto: {doubt}" for doubt in record["doubts"]]
     assert "the sample of 4 pairs is too small to tell layers 1 and 2 apart" in "".join(said)
-    assert said[-1].endswith("raise auto_layer.pairs")
+    assert said[-1].endswith("increase auto_layer.pairs")
     caplog.clear()
     asking(made, tmp_path).settle()
     assert [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING] == said
@@ -111,10 +111,10 @@ def choice(scores: dict[int, float], error: float | None, errors: dict[int, floa
         ({1: 0.1, 2: 0.9, 3: 0.5}, 0.2, {1: 0.3, 3: 0.1}, []),
         ({1: 0.1, 2: 0.9, 3: 0.5}, 0.2, {1: 0.3, 3: 0.2}, ["layers 2 and 3 apart"]),
         ({1: 0.1, 2: 0.9, 3: 0.5}, 0.2, {1: 0.4, 3: 0.2}, ["layers 1, 2 and 3 apart"]),
-        ({1: 0.1, 2: 0.9, 3: 0.5}, 0.45, {1: 0.3, 3: 0.1}, ["is too small to tell layer 2 from random tokens"]),
-        ({1: -0.4, 2: -0.3}, 0.01, {1: 0.01}, ["is too small to tell layer 2 from random tokens"]),
+        ({1: 0.1, 2: 0.9, 3: 0.5}, 0.45, {1: 0.3, 3: 0.1}, ["is too small to tell layer 2 apart from random tokens"]),
+        ({1: -0.4, 2: -0.3}, 0.01, {1: 0.01}, ["is too small to tell layer 2 apart from random tokens"]),
         ({1: 0.5, 2: 0.5}, 0.1, {1: 0.0}, ["layers 1 and 2 apart"]),
-        ({1: 0.5, 2: 0.9}, None, {1: None}, ["layer 2 from random tokens", "layers 1 and 2 apart"]),
+        ({1: 0.5, 2: 0.9}, None, {1: None}, ["layer 2 apart from random tokens", "layers 1 and 2 apart"]),
         ({1: 0.5}, 0.1, {}, []),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_lead_of_two_standard_errors_or_less_is_doubted(
     assert len(doubts) == len(said)
     for doubt, words in zip(doubts, said, strict=True):
         assert words in doubt and doubt.startswith("the sample of 60 pairs is too small to tell")
-        assert doubt.endswith(": raise auto_layer.pairs")
+        assert doubt.endswith(": increase auto_layer.pairs")
 
 
 def test_no_more_pairs_are_asked_for_than_there_are() -> None:

@@ -1,1 +1,1 @@
-"""Tables of finished runs and studies, and of token weights: the command ``python -m attnpo.report``."""
+"""Tables of finished runs, studies and token weights (``python -m attnpo.report``)."""

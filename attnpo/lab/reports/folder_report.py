@@ -37,7 +37,7 @@ GRADED = "a study's folder has no scores of graded answers"
 
 @dataclass(frozen=True)
 class ResultTable:
-    """One of our tables, to which printed rows are joined, with the names of its settings (empty if unknown)."""
+    """Table of our results that printed rows are joined to, with the names of its settings (empty if unknown)."""
 
     table: KeyedTable
     settings: frozenset[str]
@@ -96,9 +96,9 @@ def keyed_tables(study: StudyResults) -> list[KeyedTable]:
 
 
 def headline_column(table: KeyedTable) -> tuple[str, dict[tuple[Cell, ...], str]]:
-    """Returns the column of a table's main metric, and by row key the cells of that column with their intervals.
+    """Returns the column of a table's main metric, and its cells with their intervals by row key.
 
-    Picks the reward, else the validation accuracy, else the first numeric column; "" for a table without any.
+    Picks the reward, else the validation accuracy, else the first numeric column; "" if there is none.
     """
     numeric = [
         name
@@ -139,7 +139,7 @@ def studies_table(studies: Sequence[StudyResults]) -> KeyedTable:
 
 
 def unique_folder_names(paths: Sequence[Path]) -> list[str]:
-    """Returns a name for each folder: the shortest end of its path that no other folder shares."""
+    """Returns a name for each folder: the shortest trailing part of its path that is unique."""
     every = [path.resolve().parts for path in paths]
 
     def name_of(parts: tuple[str, ...]) -> str:
@@ -150,7 +150,7 @@ def unique_folder_names(paths: Sequence[Path]) -> list[str]:
 
 
 def runs_table(rows: Sequence[Mapping[str, Cell]]) -> KeyedTable:
-    """Builds one table of several runs with every column that any of them has, seconds last."""
+    """Builds one table of several runs with all columns that occur in any of them, seconds last."""
     columns = sorted(dict.fromkeys(column for row in rows for column in row), key=lambda column: column == "s/run")
     digits = {"beta": 4, "KL": 2, "length": 1, "coverage": 4, "source coverage": 4, "s/run": 1}
     return KeyedTable("runs", "Finished runs", tuple(columns), tuple(rows), RUNS, None, digits)
@@ -162,7 +162,7 @@ def runs_table(rows: Sequence[Mapping[str, Cell]]) -> KeyedTable:
 def join_printed_rows(ours: Sequence[ResultTable], path: Path) -> tuple[list[KeyedTable | None], list[str]]:
     """Joins the printed rows of a file to our tables with the same setting; returns the joined tables and notes.
 
-    A joined table is None if the file has no rows with the table's setting. A printed row that matches no row of ours
+    A joined table is None if the file has no rows with the table's setting. A printed row that matches none of our rows
     is shown once, in the first joined table with its setting. Raises UserError if the file has none of the columns that
     identify our rows.
     """
@@ -197,7 +197,7 @@ def join_printed_rows(ours: Sequence[ResultTable], path: Path) -> tuple[list[Key
 
 
 def read_printed_rows(path: Path, table: KeyedTable) -> PublishedTable:
-    """Reads a file of printed numbers with our key columns; if it has no arms (or runs), its methods are used.
+    """Reads a file of printed numbers keyed by our columns; falls back to its methods if it has no arms (or runs).
 
     Raises UserError if the file has neither column.
     """
@@ -222,7 +222,7 @@ def normalize_name(name: str) -> str:
 def unmatched_row_notes(
     path: Path, printed: PublishedTable, ours: Sequence[ResultTable], left: Sequence[int], mine: set[int]
 ) -> list[str]:
-    """Lists notes on a file's rows that belong to another model or have no counterpart in our tables."""
+    """Lists notes about a file's rows that belong to another model or have no counterpart in our tables."""
     others = ", ".join(
         dict.fromkeys(str(row_model(row)) for place, row in enumerate(printed.rows) if place not in mine)
     )
@@ -230,13 +230,13 @@ def unmatched_row_notes(
     here = f"{SETTING} {settings}" if settings else "an unknown setting (no config.yaml names it)"
     if not mine:
         return [
-            f"{file_label(path)}: left out, because its rows are for other models ({others}) and ours are for {here}"
+            f"{file_label(path)}: skipped, because its rows are for other models ({others}) and ours are for {here}"
         ]
-    lines = [f"{file_label(path)}: rows of other models left out ({others})"] if others else []
+    lines = [f"{file_label(path)}: skipped rows for other models ({others})"] if others else []
     item = ours[0].table.keys[-1]
     if left and item in printed.columns:
         lacking = dict.fromkeys(str(printed.rows[place][item]) for place in left)
-        lines.append(f"{file_label(path)}: printed rows without a matching {item} of ours: {', '.join(lacking)}")
+        lines.append(f"{file_label(path)}: printed rows with no matching {item} in our tables: {', '.join(lacking)}")
     return lines
 
 
@@ -248,7 +248,7 @@ def figure_sections(study: StudyResults) -> list[Section]:
     images = [Image(path, path.stem) for path in list_figures(study)]
     sections = [Section(f"{study.title}: figures", images)] if images else []
     if study.rows:
-        sections.append(Section(f"{study.title}: every run", [TableBlock(list(study.rows[0]), study.rows)]))
+        sections.append(Section(f"{study.title}: all runs", [TableBlock(list(study.rows[0]), study.rows)]))
     return sections
 
 

@@ -1,4 +1,4 @@
-"""Prints a report's tables and writes them as Markdown, LaTeX, CSV and an HTML page into the report's folder."""
+"""Prints a report's tables and writes them as Markdown, LaTeX, CSV and an HTML page to the report's folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -33,9 +33,9 @@ def publish_report(
 ) -> None:
     """Prints the tables and notes, and writes STEM.md, STEM.tex, STEM.csv and report.html with ``sections`` below.
 
-    The CSV contains all tables: one column names the table, and the columns of other tables are empty. ``mark``: digest
-    of the command. ``by``: tables with this column are printed in parts side by side, one part per value. ``why``:
-    explanation to print if columns of a paper have no counterpart in our tables.
+    The CSV contains all tables: one column names the table, and cells in the columns of other tables are empty.
+    ``mark``: digest of the command. ``by``: tables with this column are split by its values and the parts printed side
+    by side. ``why``: explanation to print if some of a paper's columns have no counterpart in our tables.
     """
     notes = [*dict.fromkeys(notes), *unmatched_column_notes(tables, why)]
     below = [Section("Notes", [Paragraph(line) for line in notes])] if notes else []
@@ -57,7 +57,7 @@ def publish_report(
 
 
 def terminal_sections(table: KeyedTable, by: str | None) -> list[Section]:
-    """Formats a table for the terminal: headers wrap at words, and parts of the table are side by side."""
+    """Formats a table for the terminal: headers wrap between words, and the table's parts are placed side by side."""
     table = drop_constant_columns(table)
     digits = {name.replace("_", " "): count for name, count in table.digits.items()}
 
@@ -82,7 +82,7 @@ def terminal_sections(table: KeyedTable, by: str | None) -> list[Section]:
 
 
 def drop_constant_columns(table: KeyedTable) -> KeyedTable:
-    """Drops the columns of a run table that are the same in all rows, and adds their values to the title."""
+    """Drops the columns of a run table that have the same value in all rows, and adds these values to the title."""
     if table.keys != RUNS or len(table.rows) < 2:
         return table
     first = table.rows[0]
@@ -91,21 +91,21 @@ def drop_constant_columns(table: KeyedTable) -> KeyedTable:
     return replace(
         table,
         columns=tuple(name for name in table.columns if name not in same),
-        title=f"{table.title} (the same in all: {told})" if told else table.title,
+        title=f"{table.title} (same in all rows: {told})" if told else table.title,
     )
 
 
 def unmatched_column_notes(tables: Sequence[KeyedTable], why: str) -> list[str]:
-    """Returns a note on a paper's columns that our tables lack, followed by ``why``; empty if there are none."""
+    """Returns a note about a paper's columns that our tables lack, followed by ``why``; empty if there are none."""
     lacking = dict.fromkeys(name for table in tables for name in unmatched_columns(table))
     reason = f": {why}" if why else ""
     return [f"printed columns that our tables lack: {', '.join(lacking)}{reason}"] if lacking else []
 
 
-def check_output_folder(folder: Path, mark: str, *, instead: str = "name= another folder below `output`") -> None:
+def check_output_folder(folder: Path, mark: str, *, instead: str = "name= to another folder below `output`") -> None:
     """Checks that a folder is empty or contains an earlier report of the same command.
 
-    ``instead``: advice on how to choose another folder.
+    ``instead``: option to set and its value, for the advice in the error message.
 
     Raises:
         UserError: the folder is unreadable or contains anything else.
@@ -113,7 +113,7 @@ def check_output_folder(folder: Path, mark: str, *, instead: str = "name= anothe
     try:
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     except OSError as problem:
-        raise UserError(f"output=: {folder} must be a readable folder, but: {problem.strerror}") from problem
+        raise UserError(f"output=: {folder} cannot be read as a folder ({problem.strerror})") from problem
     held = [name for name in names if not name.startswith(".")]  # its lock
     if not held:
         return
@@ -123,4 +123,4 @@ def check_output_folder(folder: Path, mark: str, *, instead: str = "name= anothe
         before = None
     if before != mark:
         other = "the report of another command" if before else f"{', '.join(held[:3])}"
-        raise UserError(f"{folder} contains {other}, which would be overwritten; give {instead}")
+        raise UserError(f"{folder} contains {other}, which would be overwritten; set {instead}")

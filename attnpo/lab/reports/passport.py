@@ -1,4 +1,4 @@
-"""Passport of the judge: measures on labelled pairs, before training, how good its verdicts and its attention are.
+"""Judge passport: measures how good a judge's verdicts and attention are, on labelled pairs and before training.
 
 Margins are log-odds (nats) of the chosen answer's label over the rejected answer's label. A matrix of margins has one
 row per pair: the first column is for the chosen answer shown first, the second for the chosen answer shown second. The
@@ -82,16 +82,16 @@ LEVEL = 0.95
 IDEAL_DRAWS = 500  # simulated outcomes of a perfectly calibrated judge; their mean is exact to a few percent
 Margins = Float[np.ndarray, "pairs 2"]
 Passport = dict[str, Any]
-"""Content of passport.json by key (see ``measure_judge``); unknown numbers are NaN or None."""
+"""Content of passport.json by key (see ``measure_judge``); unknown values are NaN or None."""
 
 
 def write_passport(cfg: PassportConfig) -> Path:
     """Prints the passport of the configured judge and writes it as an HTML page and a JSON file; returns its folder.
 
-    Trains nothing and writes nothing into the store. Raises UserError if the judge cannot be measured.
+    Neither trains nor writes to the store. Raises UserError if the judge cannot be measured.
     """
     if world_size() > 1:
-        raise UserError(f"the passport was started with {world_size()} processes but needs one: start a single process")
+        raise UserError(f"the passport runs in a single process, but {world_size()} were started: start only one")
     log.info("%s", command_text("evaluate", "benchmark=judge", *cfg.composed.arguments()))
     folder, mark = cfg.report_folder(), cfg.command_digest()
     make_folder(folder)
@@ -130,7 +130,7 @@ def write_passport(cfg: PassportConfig) -> Path:
 
 
 class RecordingJudge:
-    """Wrapper of a judge that records prompt lengths, the probability of both labels, and the time in seconds."""
+    """Wrapper around a judge that records prompt lengths, the probability of both labels, and the time in seconds."""
 
     def __init__(self, judge: JudgeModel) -> None:
         self.judge, self.num_layers = judge, judge.num_layers
@@ -152,13 +152,13 @@ class RecordingJudge:
 
 @dataclass(frozen=True)
 class JudgedSample:
-    """Judged sample of pairs.
+    """Sample of pairs that the judge has read.
 
     ``layered``: weight source that reads one layer. ``align``: rules that align the weights with the training tokens.
     ``shown``: pairs of the sample that could be shown to the judge. ``rows``: names of the captured attention rows.
-    ``heard``: judge that recorded the pass. ``cost``: cost of a judge pass over all pairs, extrapolated from the
-    ``measured`` prompts of the sample; ``store`` is in bytes, and ``loading`` is the time to load the judge once, in
-    seconds.
+    ``recorder``: wrapped judge that recorded the pass. ``cost``: cost of a judge pass over all pairs, extrapolated from
+    the ``measured`` prompts of the sample; ``store`` is in bytes, and ``loading`` is the time to load the judge once,
+    in seconds.
     """
 
     layered: WeightSource
@@ -169,7 +169,7 @@ class JudgedSample:
     shown: list[PreferencePair]
     captured: Mapping[str, PairWeights]
     rows: tuple[StoredRow, ...]
-    heard: RecordingJudge
+    recorder: RecordingJudge
     cost: dict[str, Any]
 
     @cached_property
@@ -183,7 +183,7 @@ class JudgedSample:
 
 
 def draw_sample(pairs: Sequence[PreferencePair], count: int, seed: int) -> list[PreferencePair]:
-    """Draws ``count`` distinct pairs by ``seed``, independent of their order; returns all pairs if there are fewer."""
+    """Draws ``count`` distinct pairs with ``seed``, whatever their order; returns all pairs if there are fewer."""
     unique = {pair.pair_id: pair for pair in pairs}
     return [unique[pair_id] for pair_id in sorted(unique, key=lambda pair_id: digest([seed, pair_id]))[:count]]
 
@@ -198,7 +198,7 @@ def judge_sample(
 ) -> JudgedSample:
     """Judges a sample of the pairs, as a run would, but into a temporary store.
 
-    The temporary store makes times and sizes independent of the run's own store. Raises UserError if no pair can be
+    With a temporary store, times and sizes do not depend on the run's own store. Raises UserError if no pair can be
     shown to the judge.
     """
     sample = draw_sample(pool.pairs, settings.pairs, settings.seed)
@@ -207,11 +207,11 @@ def judge_sample(
     began = time.perf_counter()
     loaded = replace(judge.load(device, keep=False), verdict=True)
     loading = time.perf_counter() - began
-    heard, layered = RecordingJudge(loaded.model), layer_source(source)
+    recorder, layered = RecordingJudge(loaded.model), layer_source(source)
     every = list(layers_with_attention(judge.num_layers))
     source = replace_layers(layered, every[0], every).resolve(judge.num_layers)
     rows = source.rows_to_store(judge.num_layers, lambda: judge.num_heads)
-    asked, progress = replace(loaded, model=heard), partial(log.info, "passport: %d of %d pairs")
+    asked, progress = replace(loaded, model=recorder), partial(log.info, "passport: judged %d of %d pairs")
     with TemporaryDirectory(prefix="attnpo-passport-") as folder:
         store, key = Store(Path(folder)), {"passport": judge.path}
         kept, _ = ensure_captured(sample, source, rows, store, key, lambda: asked, verdicts=True, progress=progress)
@@ -220,23 +220,23 @@ def judge_sample(
     shown = [pair for pair in sample if captured[pair.pair_id].rounds]
     if not shown:
         first = captured[sample[0].pair_id]
-        story = first.story if isinstance(first, UnreadablePair) else "it has no rounds"
+        story = first.story if isinstance(first, UnreadablePair) else "no verdict was captured"
         raise UserError(
             f"passport: none of the {len(sample)} pairs can be shown to the judge; reason for the first one, pair "
             f"{first.pair_id}: {story}"
         )
-    scale = 2 * pairs / len(heard.lengths)
+    scale = 2 * pairs / len(recorder.lengths)
     cost = {
         "pairs": pairs,
         "prompts": 2 * pairs,
-        "tokens": round(scale * sum(heard.lengths)),
-        "seconds": scale * heard.seconds,
+        "tokens": round(scale * sum(recorder.lengths)),
+        "seconds": scale * recorder.seconds,
         "store": round(scale * size),
-        "measured": len(heard.lengths),
+        "measured": len(recorder.lengths),
         "loading": loading,
     }
     return JudgedSample(
-        layered, align, judge, loaded, sample, shown, captured, rows, heard, cost | {"device": str(device)}
+        layered, align, judge, loaded, sample, shown, captured, rows, recorder, cost | {"device": str(device)}
     )
 
 
@@ -251,20 +251,19 @@ def measure_judge(
     grammar: Grammar | None,
     settings: PassportSettings,
 ) -> Passport:
-    """Computes the passport of a judge from the sample it judged. Each pair counts once, with both orders.
+    """Computes the passport of a judge from the sample that it judged. Each pair counts once, with both orders.
 
     ``grammar``: grammar of the pairs if their true reward is known, else None. Keys of the result:
 
     - ``no_label``: share of verdicts whose most likely token is not a label.
     - ``label_mass``, ``label_mass_low``: probability of both labels at the verdict position, mean and lowest decile.
     - ``written``: most likely tokens at that position as text, with the number of prompts.
-    - ``answer_tokens``: share of a prompt's tokens that belong to the answers; uniform attention would give them this
-      share.
-    - ``full``: mean log-odds of the judge's verdict on whole responses; no fall can be larger.
+    - ``answer_tokens``: share of a prompt's tokens that belong to the answers, and so their share of uniform attention.
+    - ``full``: mean log-odds of the judge's verdict on whole responses; no drop can be larger.
     - ``coverage``, ``source_coverage``: shares of the training tokens, and of the judge's tokens, that are aligned.
     - ``cost``: cost of a judge pass over all pairs; ``removals`` counts the extra prompts with removed tokens.
-    - ``rows``, ``data``: number of rows read, and by reason the number of rows dropped before judging.
-    - ``counts``: how often anything in the sample was cut, left out or otherwise noticed, by kind.
+    - ``rows``, ``data``: number of rows read, and number of rows dropped before judging, by reason.
+    - ``counts``: how often anything in the sample was truncated, skipped or flagged, by kind.
     - ``truth``: label errors and verdict accuracy by the true reward, and the share of uniform weights on decisive
       tokens.
     """
@@ -282,7 +281,7 @@ def measure_judge(
         made = prepare_examples(fits, judged.source_for_layer(layer), judged.captured, judged.align, judged.rows)
         looks.append(measure_layer_attention(judged, layer, ranked[layer], grammar, made) | falls.get(layer, {}))
     statistics, found = judge_statistics(read, labels), verdict_margins(read)
-    masses = np.array(judged.heard.masses).reshape(-1, 2).mean(axis=1)  # a pair's two prompts follow each other
+    masses = np.array(judged.recorder.masses).reshape(-1, 2).mean(axis=1)  # a pair's two prompts follow each other
     answers = sum(item.side(side).token_ids.numel() for item in rounds for side in SIDES)
     texts = count_most_frequent((item.verdict_token for item in rounds), judge.decode_token)
     low = LabelMass(float(masses.mean()), 2 * len(read), texts).describe_shortfall(judge.settings.min_label_mass)
@@ -314,7 +313,7 @@ def measure_judge(
         "label_mass": estimate_mean(masses),
         "label_mass_low": float(np.quantile(masses, 0.1)) if masses.size else math.nan,
         "written": texts,
-        "answer_tokens": answers / sum(judged.heard.lengths),
+        "answer_tokens": answers / sum(judged.recorder.lengths),
         "layers": looks,
         "full": full,
         "coverage": 1 - made.unmatched_share if made.content_tokens else math.nan,
@@ -328,21 +327,21 @@ def measure_judge(
 
 
 def measure_layer_attention(
-    judged: JudgedSample, layer: int, ranked: Rankings, grammar: Grammar | None, made: ExampleSet
+    judged: JudgedSample, layer: int, ranked: Rankings, grammar: Grammar | None, examples: ExampleSet
 ) -> dict[str, Any]:
-    """Measures the attention of one layer. ``made``: the sample with its weights on the training tokens.
+    """Measures the attention of one layer. ``examples``: the sample with its weights on the training tokens.
 
     Keys of the result:
 
     - ``mass``: attention from the verdict position to the tokens of both answers, mean over rounds; ``first`` and
-      ``second``: its parts on the answer shown first and second.
-    - ``effective``, ``effective_share``: effective number of finished weights per response, absolute and relative.
+      ``second``: the parts on the answer shown first and second.
+    - ``effective``, ``effective_share``: effective number of final weights per response, absolute and relative.
     - ``kept_mass_chosen``, ``kept_mass_rejected``: share of the weights that reaches the training tokens; ``lost``: a
       warning if much of the weight is lost, else None.
     - ``truth``: share of the weights on tokens that decide the true reward; None if unknown.
     - ``fall``, ``random``, ``gain``: None here; ``measure_removal`` computes them.
     """
-    source, arrived = judged.source_for_layer(layer), WeightCoverage.mean_over(made.examples)
+    source, arrived = judged.source_for_layer(layer), WeightCoverage.mean_over(examples.examples)
     mass = np.zeros((len(judged.captured_by_id), 2))  # on the answer shown first and second, mean over rounds
     for row, pair in zip(mass, judged.captured_by_id.values(), strict=True):
         rounds = source.select(pair, judged.rows).rounds  # with one row
@@ -362,7 +361,7 @@ def measure_layer_attention(
         "effective_share": sum(shares) / max(1, len(shares)),
         "kept_mass_chosen": arrived.kept_mass_chosen,
         "kept_mass_rejected": arrived.kept_mass_rejected,
-        "lost": describe_lost_weights(source, judged.judge, judged.align.method, (layer,), arrived, made.tally),
+        "lost": describe_lost_weights(source, judged.judge, judged.align.method, (layer,), arrived, examples.tally),
         **dict.fromkeys(("fall", "random", "gain")),
         "truth": None if grammar is None else decisive_mass(judged.shown, ranked, grammar),
     }
@@ -371,7 +370,7 @@ def measure_layer_attention(
 def measure_removal(
     ranked: Mapping[int, Rankings], judged: JudgedSample, settings: PassportSettings
 ) -> tuple[dict[int, dict[str, Any]], float, int]:
-    """Measures for every layer how much the verdict falls without the top-weighted tokens and without random tokens.
+    """Measures for each layer how much the verdict falls without the top-weighted tokens and without random tokens.
 
     Returns the results by layer, the mean log-odds on whole responses, and the number of prompts. ``fall``, ``random``:
     drop of the verdict's log-odds (nats) without the top-weighted tokens, and without random tokens at the same
@@ -379,8 +378,8 @@ def measure_removal(
     """
     removal = RemovalSettings(settings.shares, settings.draws, settings.seed, (RemovalMode.REMOVE,))
     sample, judge, prompts = judged.shown[: settings.removal_pairs], judged.loaded.model, judged.loaded.prompts
-    log.info("passport: removing tokens of %d pairs in %d layers", len(sample), len(ranked))
-    progress = partial(log.info, "passport: %d of %d judge prompts")
+    log.info("passport: removing tokens from %d pairs in %d layers", len(sample), len(ranked))
+    progress = partial(log.info, "passport: %d of %d judge prompts done")
     found = measure_token_removal(
         sample, {str(layer): rows for layer, rows in ranked.items()}, judge, prompts, removal, progress
     )
@@ -397,7 +396,7 @@ def measure_removal(
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated number with its interval and sample size; both ends are NaN without an interval."""
+    """Estimated value with its interval and sample size; both bounds are NaN if there is no interval."""
 
     value: float
     low: float
@@ -405,7 +404,7 @@ class Estimate:
     count: int
 
     def interval(self, digits: int = DEFAULT_DIGITS) -> str:
-        """Formats the interval as "LOW to HIGH"; empty without one."""
+        """Formats the interval as "LOW to HIGH"; empty if there is none."""
         return "" if math.isnan(self.low) else f"{format_cell(self.low, digits)} to {format_cell(self.high, digits)}"
 
     def table_row(self, name: str) -> list[Cell]:
@@ -424,7 +423,7 @@ def verdict_margins(captured: Sequence[PairWeights]) -> Margins:
 
 
 def estimate_proportion(values: Float[np.ndarray, " cases"]) -> Estimate:
-    """Returns the mean of values from 0 to 1 with Wilson's 95 % interval."""
+    """Returns the mean of values between 0 and 1 with Wilson's 95 % interval."""
     value = float(values.mean()) if values.size else math.nan
     return Estimate(value, *(wilson_interval(value, values.size) if values.size else (math.nan, math.nan)), values.size)
 
@@ -446,9 +445,9 @@ def win_scores(values: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape
 def verdict_accuracy(found: Margins) -> dict[str, Estimate]:
     """Returns the share of verdicts that pick the chosen answer, by order and averaged; ties count one half.
 
-    ``first_picked``: share of verdicts for the answer shown first; one half without position bias. ``pull``: mean
-    log-odds of the first answer over both orders, in nats. ``agree``: share of pairs with the same pick in both orders.
-    Intervals are over pairs.
+    ``first_picked``: share of verdicts for the answer shown first; one half if there is no position bias. ``pull``:
+    mean log-odds of the first answer over both orders, in nats. ``agree``: share of pairs with the same pick in both
+    orders. Intervals are over pairs.
     """
     picked = win_scores(found)
     return {
@@ -468,8 +467,8 @@ def measure_calibration(found: Margins, bins: int = 10, seed: int = 0) -> dict[s
     the result: ``bins``: non-empty bins from ``low`` to ``high`` with mean confidence and accuracy. ``error``: expected
     calibration error, the mean over pairs of the distance between their bin's accuracy and confidence (Guo et al. 2017,
     section 2). ``ideal``: the error of a perfectly calibrated judge with the same confidences, which is above 0 by
-    chance; its outcomes are drawn by ``seed``. ``excess``: mean confidence minus accuracy; positive for an
-    overconfident judge. Raises UserError for fewer than one bin, or without pairs.
+    chance; its outcomes are drawn with ``seed``. ``excess``: mean confidence minus accuracy; positive for an
+    overconfident judge. Raises UserError if there are no bins or no pairs.
     """
     if bins < 1:
         raise UserError(f"calibration: expected at least 1 bin, got {bins}")
@@ -505,7 +504,7 @@ RULE = (
     "of the accuracy contains one half. Doubtful: anything else"
 )
 ADVICE = {
-    JudgeStanding.CHANCE: "try another judge or wording (judge=..., other_judge.path with judge=other); until one is "
+    JudgeStanding.CHANCE: "try another judge or prompt (judge=..., other_judge.path with judge=other); until one is "
     "above chance, train with weights=uniform",
     JudgeStanding.BELOW: "check which column of the data holds the preferred answer, and check judge.labels",
     JudgeStanding.FEW: f"provide at least {ENOUGH} labelled pairs",
@@ -539,12 +538,12 @@ def assess_judge(
     tied = [layer for layer, gain in gains.items() if gain.low > 0]
     reasons, advice = [describe_accuracy(verdicts)], [ADVICE[standing]] if standing in ADVICE else []
     if standing in (JudgeStanding.CHANCE, JudgeStanding.FEW) and left:
-        advice.append(f"judge more pairs: {left} have not been judged yet (passport.pairs)")
+        advice.append(f"judge more pairs (passport.pairs): {left} have not been judged yet")
     if silent:
         reasons.append(f"{100 * verdicts.other_tokens:.0f} % of its verdicts name no label")
         advice.append(
-            "try another wording or labels (judge=..., judge.template_file, judge.labels): the judge does not answer "
-            "as asked"
+            "try another prompt or other labels (judge=..., judge.template_file, judge.labels): the judge does not "
+            "answer as asked"
         )
     depends = "depends on the top-weighted tokens more than on random ones"
     if not gains:
@@ -553,7 +552,7 @@ def assess_judge(
         which = f"in {len(tied)} of {len(gains)} layers ({', '.join(map(str, tied))})"
         reasons.append(f"its verdict {depends} {which}")
     else:
-        reasons.append(f"its verdict {depends} in none of {len(gains)} layers")
+        reasons.append(f"its verdict {depends} in none of the {len(gains)} layers")
     worth = CHANCE if standing is JudgeStanding.CHANCE else DOUBTFUL
     if standing is JudgeStanding.ABOVE and gains and not tied:
         advice.append(
@@ -563,8 +562,8 @@ def assess_judge(
     elif standing is JudgeStanding.ABOVE and not silent:
         worth = READING
         best = max(tied, key=lambda layer: (gains[layer].value, layer), default=None)
-        begin = f"begin with weights.layer={best}, the layer whose top-weighted tokens the verdict depends on most; "
-        compare = "also train weights=uniform and transform=shuffled, since a good judge does not guarantee a gain"
+        begin = f"start with weights.layer={best}, the layer whose top-weighted tokens the verdict depends on most; "
+        compare = "also train with weights=uniform and transform=shuffled, since a good judge does not guarantee a gain"
         advice.append(compare if best is None else begin + compare)
     return JudgeAssessment(worth, [*reasons, *([problem] if problem else [])], advice)
 
@@ -596,13 +595,13 @@ def passport_sections(found: Passport, *, short: bool = False) -> list[Section]:
         *shown[:2],
         _calibration_section(found["calibration"]),
         *shown[2:],
-        Section(f"Rows dropped before judging, of {found['rows']}", [_counts_block(found["data"])]),
-        Section("Cut, left out or noticed in the sample", [_counts_block(found["counts"])]),
+        Section(f"Rows dropped before judging (of {found['rows']} read)", [_counts_block(found["data"])]),
+        Section("Truncated, skipped or flagged in the sample", [_counts_block(found["counts"])]),
     ]
 
 
 def _counts_block(counts: Mapping[str, int]) -> KeyValues | Paragraph:
-    return KeyValues(counts) if counts else Paragraph("Nothing was dropped or cut.")
+    return KeyValues(counts) if counts else Paragraph("None.")
 
 
 def _assessment_section(told: JudgeAssessment, short: bool) -> Section:
@@ -637,7 +636,7 @@ def _calibration_section(told: Mapping[str, Any]) -> Section:
         for right in [one["accuracy"]]
     ]
     about = (
-        "Pairs by confidence of the averaged verdict (over the two labels only), with the share that is correct. "
+        "Pairs by confidence of the averaged verdict (over the two labels only), and their share of correct verdicts. "
         f"Expected calibration error {told['error']:.3f}; a perfectly calibrated judge with the same confidences "
         f"would show {told['ideal']:.3f} by chance on as many pairs."
     )
@@ -654,7 +653,7 @@ def _layers_section(found: Passport, short: bool) -> Section:
     ]
     if (full := found["full"]) is not None:
         notes.append(
-            f"fall: drop of the verdict's log-odds ({full:.3f} nats) without the top-weighted tokens; random: drop "
+            f"fall: drop in the verdict's log-odds ({full:.3f} nats) without the top-weighted tokens; random: drop "
             "without random tokens at the same positions; gain: the difference, with an interval that holds for all "
             "layers jointly"
         )
@@ -688,7 +687,7 @@ def _cost_section(found: Passport) -> Section:
         "coverage of the training tokens": found["coverage"],
         "coverage of the judge's tokens": found["source_coverage"],
     }
-    more = f"the passport itself read {cost['removals']} more prompts, with tokens removed"
+    more = f"the passport itself read another {cost['removals']} prompts with tokens removed"
     return Section(
         f"Estimated judge pass over all {cost['pairs']} usable pairs of {found['rows']} rows, "
         f"from {cost['measured']} prompts",

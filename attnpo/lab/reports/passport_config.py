@@ -14,10 +14,10 @@ from attnpo.schema import UserError, check_at_least, check_seed, digest
 class PassportSettings:
     """Settings of the passport: the data to judge and the layers and statistics to measure (config node ``passport``).
 
-    ``pairs``: number of pairs drawn by ``seed`` from both splits. ``removal_pairs``: number of these pairs for which
-    the judge is also asked without the top-weighted ``shares`` of the tokens (0: none), and without tokens removed at
-    random at the same positions (``draws`` times); an even number of draws cancels the judge's position bias.
-    ``layers``: layers to measure; empty means every layer with attention. ``bins``: number of confidence bins.
+    ``pairs``: number of pairs drawn by ``seed`` from both splits. ``removal_pairs``: number of these pairs that are
+    judged again without the top-weighted ``shares`` of the tokens (0: none), and without random tokens at the same
+    positions (``draws`` times); an even number of draws cancels the judge's position bias. ``layers``: layers to
+    measure; empty means all layers with attention. ``bins``: number of confidence bins.
     """
 
     pairs: int = 256
@@ -50,11 +50,11 @@ class PassportConfig(FitConfig):
             chosen = self.composed.choices.get("weights", type(self.weights).__name__)
             raise UserError(
                 f"weights={chosen} uses no judge, so there is nothing to measure: omit weights=, or choose weights "
-                "that use one (weights=attention)"
+                "that use one, e.g. weights=attention"
             )
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists config keys without effect, with reasons."""
+        """Lists config keys that have no effect, with reasons."""
         reason = "the passport trains nothing"
         own = {"judge.verdict": "the passport always reads verdicts", "transforms": reason}
         return {**super().unused_keys(), **dict.fromkeys(TRAINING, reason), **own}
@@ -64,6 +64,6 @@ class PassportConfig(FitConfig):
         return digest({key: value for key, value in self.values.items() if key not in PLACES})[:16]
 
     def report_folder(self) -> Path:
-        """Returns the folder below ``output``: ``name`` if set, else named by the setting and the command's digest."""
+        """Returns the folder below ``output``: ``name`` if set, else named by setting and command digest."""
         setting = self.composed.choices.get("setting", "setting")
         return Path(self.output) / (self.name or f"passport-{setting}-{self.command_digest()[:8]}")

@@ -40,7 +40,7 @@ from attnpo.schema import UserError, join_names
 from attnpo.system.files import find_differences
 
 MAIN = ""
-"""Placeholder for a benchmark's main score, whatever its name."""
+"""Placeholder for a benchmark's main score, regardless of its name."""
 PAPER = {
     ("alpaca_eval", "lc_win_rate"): "alpacaeval_lc",
     ("alpaca_eval", "win_rate"): "alpacaeval_wr",
@@ -60,7 +60,7 @@ Cells = dict[str, Cell]
 
 
 def column_name(result: EvaluationResult, score: str) -> str:
-    """Returns a score's column name: the paper's, else the benchmark's, with the score appended if not the main one."""
+    """Returns a score's column name: the paper's, else the benchmark's (with the score appended if not main)."""
     main = score == result.main
     named = PAPER.get((result.benchmark, score)) or (PAPER.get((result.benchmark, MAIN)) if main else None)
     return named or (result.benchmark if main else f"{result.benchmark} {score}")
@@ -83,7 +83,7 @@ def read_evaluations(folders: Sequence[Path]) -> tuple[dict[Path, EvaluationResu
             raise missing_folder_error(folder, f"a finished evaluation ({RESULT}), or a parent of such folders")
         if not found:
             notes.append(
-                f"left out {folder}, which is not finished (no {RESULT}); run its attnpo.evaluate command again"
+                f"skipped {folder}, which is not finished (no {RESULT}); run its attnpo.evaluate command again"
             )
         for place in found:
             places.setdefault(place.resolve(), place)
@@ -95,14 +95,14 @@ def read_evaluations(folders: Sequence[Path]) -> tuple[dict[Path, EvaluationResu
         other = once.setdefault((result.label, result.benchmark), place)
         if other != place:
             raise UserError(
-                f"report scores: {other} and {place} are both {result.label!r} on {result.benchmark}; omit one of "
-                "them, or evaluate one of them under another label"
+                f"report scores: {other} and {place} both evaluate {result.label!r} on {result.benchmark}; omit one "
+                "of them, or evaluate one of them under another label"
             )
     return results, notes
 
 
 def read_evaluation(folder: Path) -> EvaluationResult:
-    """Reads the result in a folder. Raises UserError if it is missing, damaged or of another version."""
+    """Reads the result in a folder. Raises UserError if it is missing, damaged or from another version."""
     try:
         result = read_result(folder)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
@@ -120,9 +120,9 @@ def read_evaluation(folder: Path) -> EvaluationResult:
 
 @dataclass(frozen=True)
 class ConditionMismatch:
-    """Evaluations of a benchmark made under conditions that differ from those of most evaluations.
+    """Evaluations of a benchmark under conditions that differ from those of most of its evaluations.
 
-    ``usual``, ``odd``: labels evaluated under the usual and under the other conditions. ``how``: every difference as
+    ``usual``, ``odd``: labels evaluated under the usual and the differing conditions. ``how``: each difference as
     (name, usual value, odd value).
     """
 
@@ -133,7 +133,7 @@ class ConditionMismatch:
 
     @property
     def is_comparable(self) -> bool:
-        """Returns whether the scores are comparable despite the differences, which must all be in ``OF_ONE_KIND``."""
+        """Returns whether the scores are comparable despite the differences: all must be in ``OF_ONE_KIND``."""
         return all(name in OF_ONE_KIND or name.partition(".")[0] in OF_ONE_KIND for name, _, _ in self.how)
 
     def warning(self) -> str:
@@ -142,14 +142,14 @@ class ConditionMismatch:
         shown += f", and {len(self.how) - 4} more" if len(self.how) > 4 else ""
         verdict = "not comparable, so this benchmark is not ranked"
         return (
-            f"WARNING: {self.benchmark}: {join_names(self.odd)} graded or answered differently from "
+            f"WARNING: {self.benchmark}: conditions for {join_names(self.odd)} differ from those for "
             f"{join_names(self.usual)} ({shown}): "
             f"{'means are comparable, spreads are not' if self.is_comparable else verdict}"
         )
 
 
 def find_mismatches(results: Sequence[EvaluationResult]) -> list[ConditionMismatch]:
-    """Finds, for each benchmark, evaluations made under conditions that differ from those of most."""
+    """Finds, for each benchmark, the evaluations under conditions that differ from those of most."""
     out = []
     for benchmark in dict.fromkeys(result.benchmark for result in results):
         made = {result.label: grading_conditions(result) for result in results if result.benchmark == benchmark}
@@ -164,7 +164,7 @@ def find_mismatches(results: Sequence[EvaluationResult]) -> list[ConditionMismat
 
 
 def grading_conditions(result: EvaluationResult) -> dict[str, object]:
-    """Returns everything that must agree within a column: grader, rounds, and the key without parts about the model.
+    """Returns everything that must agree within a column: grader, rounds, and the key without its model-specific parts.
 
     The values are converted to JSON, so that stored and new evaluations compare equal.
     """
@@ -202,7 +202,7 @@ class ScoreColumn:
 
     @property
     def higher_is_better(self) -> bool | None:
-        """Returns whether higher scores are better; None if the evaluations do not say or disagree."""
+        """Returns whether higher scores are better; None if the evaluations disagree or do not say."""
         said = {score.higher_is_better for score in self.scores.values()}
         return said.pop() if len(said) == 1 else None
 
@@ -284,7 +284,7 @@ def write_scores_report(
 ) -> None:
     """Prints the tables of finished evaluations and writes them to ``output``.
 
-    ``printed``: CSV files whose rows are shown next to ours. ``model``: model whose rows are used if a file has
+    ``printed``: CSV files whose rows are shown next to ours. ``model``: model whose rows are used if a file covers
     several. ``mark``: digest of the command. Raises UserError for folders without a result, damaged results, and files
     that share no column with our tables.
     """
@@ -338,8 +338,8 @@ def leaderboard_notes(board: Leaderboard) -> list[str]:
     lines: list[tuple[object, str]] = [
         (
             ranks,
-            f"{AVG_RANK}: mean rank over {over}, by the printed means of the {len(ranks)} rows that have them all; "
-            f"1 is best ({best}); ties share their ranks",
+            f"{AVG_RANK}: mean rank over {over}, from the printed means of the {len(ranks)} rows with all of them; "
+            f"1 is best ({best}); ties share the mean rank",
         ),
         (
             unranked,
@@ -356,9 +356,9 @@ def leaderboard_notes(board: Leaderboard) -> list[str]:
         ),
         (
             len(shown) < len(board.main_columns) * len(labels),
-            "empty cell: no evaluation of that row on that benchmark was given",
+            "empty cell: the row was not evaluated on that benchmark",
         ),
-        (board.mixed, "*: graded or answered differently from most of its column, see the warning"),
+        (board.mixed, "*: graded or answered under other conditions than most of the column; see the warning"),
     ]
     for figure in board.main_columns:
         sizes = {label: score.questions for label, score in figure.scores.items() if score.questions}
@@ -427,7 +427,7 @@ def _make_table(
 def spreads_table(board: Leaderboard) -> list[KeyedTable]:
     """Builds the table of spreads: 95 % interval over questions, standard deviations over rounds and over gradings.
 
-    Cells of unknown spreads are empty.
+    Cells are empty for unknown spreads.
     """
     rows: list[Cells] = []
     shown: list[Cells] = []
@@ -453,7 +453,7 @@ def spreads_table(board: Leaderboard) -> list[KeyedTable]:
 def within_noise_table(board: Leaderboard) -> list[KeyedTable]:
     """Lists pairs of labels whose scores differ by less than the grading noise; empty if there are none.
 
-    Pairs that were graded or answered differently are left out.
+    Pairs that were graded or answered differently are skipped.
     """
     rows: list[Cells] = []
     for figure in board.main_columns:
@@ -507,9 +507,9 @@ def missing_table(results: Sequence[EvaluationResult]) -> list[KeyedTable]:
 def join_printed_scores(
     tables: Sequence[KeyedTable], path: Path, model: str | None
 ) -> tuple[list[KeyedTable], list[str]]:
-    """Joins a model's printed rows to each of our tables that shares columns with them; returns tables and notes.
+    """Joins a model's printed rows to each of our tables that has columns in common; returns tables and notes.
 
-    Raises UserError for a file without a column ``method`` or without any of our columns.
+    Raises UserError for a file without a ``method`` column or without any of our columns.
     """
     printed = read_published_table(path, [METHOD, ARM, BENCHMARK, *MODELS], {PRINTED_RANK: AVG_RANK})
     if METHOD not in printed.columns:
@@ -526,8 +526,8 @@ def join_printed_scores(
     if AVG_RANK in left and ranked != theirs:
         left.remove(AVG_RANK)
         lines.append(
-            f"{file_label(path)}: average ranks are not compared, because there are {len(theirs)} ranked rows there "
-            f"and {len(ranked)} here"
+            f"{file_label(path)}: average ranks are not compared, because the ranked rows differ ({len(theirs)} "
+            f"there, {len(ranked)} here)"
         )
     joined: list[KeyedTable] = []
     for table, names in sorted(zip(tables, shared, strict=True), key=lambda item: -len(item[1])):
@@ -537,7 +537,7 @@ def join_printed_scores(
             columns = tuple(name for name in printed.columns if name in (METHOD, BENCHMARK, *names))
             rows = tuple({name: row[name] for name in columns} for row in printed.rows)
             told = join_published(table, replace(printed, columns=columns, rows=rows), fold=True)
-            told = replace(told, title=f"Printed numbers of {file_label(path)} beside our {table.name}")
+            told = replace(told, title=f"Printed numbers of {file_label(path)} next to our {table.name}")
             joined.append(replace(told, reading=round_like_printed(told, names)))
     if left:
         lines.append(f"{file_label(path)}: printed columns that our tables lack: {', '.join(left)}")
@@ -567,10 +567,10 @@ def round_like_printed(table: KeyedTable, names: Sequence[str]) -> KeyedTable:
 
 
 def select_model_rows(printed: PublishedTable, model: str | None) -> tuple[PublishedTable, list[str]]:
-    """Selects the printed rows of a model, and returns them with a note on rows left out.
+    """Selects the printed rows of a model, and returns them with a note about skipped rows.
 
-    Names are compared by letters and digits only. Without ``model``, all rows of a file about one model are selected,
-    and none of a file about several, because method names would clash.
+    Names are compared by letters and digits only. Without ``model``, all rows are selected if the file covers one
+    model, and none if it covers several, because method names would clash.
     """
     names, label = list(dict.fromkeys(filter(None, map(row_model, printed.rows)))), file_label(printed.path)
     wanted = model if model is not None else names[0] if len(names) == 1 else None
@@ -578,11 +578,11 @@ def select_model_rows(printed: PublishedTable, model: str | None) -> tuple[Publi
         if not names:
             return printed, []
         said = f"set label={names[0]} (or {', '.join(names[1:])})"
-        return replace(printed, rows=()), [f"{label}: left out, because it has several models; {said}"]
+        return replace(printed, rows=()), [f"{label}: skipped, because it has rows for several models; {said}"]
     rows = tuple(row for row in printed.rows if normalize_name(row_model(row) or wanted) == normalize_name(wanted))
     others = ", ".join(name for name in names if normalize_name(name) != normalize_name(wanted))
     if not rows:
-        lines = [f"{label}: left out, because it has no rows of {wanted}, only of {others}"]
+        lines = [f"{label}: skipped, because it has no rows for {wanted}, only for {others}"]
     else:
-        lines = [f"{label}: rows of other models left out ({others})"] if others else []
+        lines = [f"{label}: skipped rows for other models ({others})"] if others else []
     return replace(printed, rows=rows), lines

@@ -1,7 +1,7 @@
 """``report weights explorer=N``: searchable page of the weights of N training pairs, from one or two sources.
 
 The page shows the weights combined over judge rounds, as the objective uses them, and those of each round, which are
-post-processed and aligned on their own, before transforms.
+post-processed and aligned separately, before transforms.
 """
 
 import shlex
@@ -35,7 +35,7 @@ def write_weight_explorer(cfg: ReportConfig, folder: Path) -> None:
 
     ``cfg.against``: overrides that turn this configuration into that of the second source; a word without ``=`` is an
     option of ``weights``. Also shows the reference's log-probabilities of a pair if they are in the store. Raises
-    UserError if a source computes its weights in training, or if the two sources have different training tokens.
+    UserError if a source computes its weights during training, or if the two sources have different training tokens.
     """
     configs = [cfg]
     more = [word if "=" in word else f"weights={word}" for word in shlex.split(cfg.against or "")]
@@ -58,12 +58,12 @@ def write_weight_explorer(cfg: ReportConfig, folder: Path) -> None:
         sources.append(collect_pairs(labelled, texts.encoded["train"], base.tokenizer, run.explorer))
     pairs = sources[0]
     for others in sources[1:]:
-        marked = f" ({' '.join(more)})"
+        suffix = f" ({' '.join(more)})"
         pairs = {
-            pair_id: merge_views(pair, others[pair_id], marked) for pair_id, pair in pairs.items() if pair_id in others
+            pair_id: merge_views(pair, others[pair_id], suffix) for pair_id, pair in pairs.items() if pair_id in others
         }
     if not pairs:
-        raise UserError(f"explorer={cfg.explorer}: the sources have no pair in common; use a larger number")
+        raise UserError(f"explorer={cfg.explorer}: the sources have no pairs in common; use a larger number")
     shown = add_reference_logps(pairs, table)
     note = "weights on training tokens; combined: as used by the objective; single round: before transforms"
     path = write_explorer(folder / PAGE, shown, title=f"Token weights: {label}", note=note)
@@ -71,17 +71,17 @@ def write_weight_explorer(cfg: ReportConfig, folder: Path) -> None:
 
 
 def collect_pairs(
-    every: Iterable[tuple[str, Inputs]], train: EncodedSet, tokenizer: PreTrainedTokenizerBase, count: int
+    labelled: Iterable[tuple[str, Inputs]], train: EncodedSet, tokenizer: PreTrainedTokenizerBase, count: int
 ) -> dict[str, ExplorerPair]:
-    """Returns the first ``count`` pairs with weights at all layers of a source, by id; one view per layer and round.
+    """Returns the first ``count`` pairs by id that have weights at all layers of a source.
 
-    ``every``: a label and the weighted inputs for each layer.
+    Each has one view per layer and round. ``labelled``: for each layer, a label and the weighted inputs.
     """
     kept: dict[str, ExplorerPair] = {}
-    for number, (label, made) in enumerate(every):
+    for number, (label, made) in enumerate(labelled):
         if isinstance(made.weighed.source, OnlineSource):
             raise UserError(
-                f"explorer: {label} computes its weights in training, so none are stored; choose other weights"
+                f"explorer: {label} computes its weights during training, so none are stored; choose other weights"
             )
         found = first_pair_views(made, train, tokenizer, label, count)
         if number:
@@ -121,8 +121,8 @@ def first_pair_views(
     return pairs
 
 
-def merge_views(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> ExplorerPair:
-    """Adds the views of ``other`` to those of ``pair``; appends ``marked`` to source names that exist in both.
+def merge_views(pair: ExplorerPair, other: ExplorerPair, suffix: str = "") -> ExplorerPair:
+    """Adds the views of ``other`` to those of ``pair``; appends ``suffix`` to source names that exist in both.
 
     Raises UserError if the two have different training tokens.
     """
@@ -133,9 +133,9 @@ def merge_views(pair: ExplorerPair, other: ExplorerPair, marked: str = "") -> Ex
                 f"against: pair {first.pair.pair_id}, {name}: the second source has different training tokens; "
                 f"against= may change weights and judge, but not model, data or lengths"
             )
-    taken = {view.source for view in pair} if marked else set()
+    taken = {view.source for view in pair} if suffix else set()
     named = {
-        replace(view, source=view.source + marked) if view.source in taken else view: row for view, row in other.items()
+        replace(view, source=view.source + suffix) if view.source in taken else view: row for view, row in other.items()
     }
     return {**pair, **named}
 

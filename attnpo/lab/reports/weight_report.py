@@ -1,9 +1,9 @@
-"""Paper's statistics tables for the weights a run would train with, for one or several layers.
+"""Builds the paper's statistics tables for the weights that a run would train with, at one or several layers.
 
 Concentration and most-weighted tokens describe the weights that the objective uses, so they are measured on the
 training examples (after the sink rule, transforms, alignment and truncation). The sink share describes the judge's
 attention before the sink rule removes it, so it is measured on the source's own tokens, before transforms and
-alignment. All tables use the training pairs that are kept, and no validation pairs.
+alignment. All tables use the kept training pairs and no validation pairs.
 
 Shares and the effective number are computed from |w| / sum |w|, so they do not depend on a row's scale and also apply
 to factors and signed rows. ``mass``, ``max`` and ``std`` are computed from the raw row.
@@ -91,9 +91,9 @@ class WeightStatistics:
 
 
 def write_weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
-    """Prints the tables of the weights that ``cfg`` describes, and writes them with heat maps to ``folder``.
+    """Prints the tables for the weights that ``cfg`` describes, and writes them with heat maps to ``folder``.
 
-    The page has the heat maps of the first pairs, ``heat-WEIGHTS.svg`` only the first one. Weights missing from the
+    The page shows the heat maps of the first pairs, ``heat-WEIGHTS.svg`` only the first one. Weights missing from the
     store are computed as for a run, all layers in one judge pass. ``mark``: digest of the command.
     """
     run, base, readers, built = resolve(cfg)
@@ -132,7 +132,7 @@ def write_weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
             for one in measured
             if one.heat
         ),
-        *(Section(f"Account: {one.label}", [KeyValues(one.account)]) for one in measured),
+        *(Section(f"Pairs and coverage: {one.label}", [KeyValues(one.account)]) for one in measured),
         Section("Versions and configuration", [KeyValues(package_versions()), CodeBlock(to_yaml(run.values))]),
     ]
     publish_report(f"Token weights: {model}", [*chain(*shown)], notes, folder, "weights", mark, sections, by="side")
@@ -150,13 +150,13 @@ def requested_layers(
 ) -> list[int | None]:
     """Returns the distinct layer numbers to report on; [None] for the weights as configured.
 
-    ``name``: chosen option of ``weights``. Raises UserError for weights without a layer, and for layers that the judge
-    does not have.
+    ``name``: selected option of ``weights``. Raises UserError for weights without a layer, and for layers that the
+    judge does not have.
     """
     if not layers:
         return [None]
     if not hasattr(source, "layer"):
-        raise UserError(f"layers: weights={name} has no layer to choose; omit layers=")
+        raise UserError(f"layers: weights={name} has no layer to select; omit layers=")
     depth = readers.make_judge().num_layers
     return list(layers_with_attention(depth) if layers == "all" else distinct_layers(layers, depth, "layers"))
 
@@ -196,13 +196,15 @@ def measure_weights(
     min_count: int = 1,
     heat_maps: int = 0,
 ) -> WeightStatistics:
-    """Computes all table statistics of one set of weights. Raises UserError if no training pair is left.
+    """Computes all table statistics of one set of weights. Raises UserError if no training pair was kept.
 
     ``encoded``: the training pairs.
     """
     examples = made.examples["train"]
     if not examples.examples:
-        raise UserError(f"{label}: none of {examples.read} pairs is left: {'; '.join(examples.tally.format_lines())}")
+        raise UserError(
+            f"{label}: none of the {examples.read} pairs was kept: {'; '.join(examples.tally.format_lines())}"
+        )
     sides, tokens, most = {}, {}, 0
     for place, side in enumerate(SIDES):
         ids = [example.sides[place].response_ids for example in examples.examples]
@@ -235,7 +237,7 @@ def measure_weights(
 
 
 def statistics_before_sink(weighed: WeighingResult, encoded: EncodedSet, kept: set[str]) -> Iterator[dict[str, float]]:
-    """Yields the statistics of every kept response on the source's own tokens, before the sink rule."""
+    """Yields the statistics of each kept response on the source's own tokens, before the sink rule."""
     source = weighed.source
     if source.postprocess is not None:
         source = replace(source, postprocess=replace(source.postprocess, sink_tokens=0))  # type: ignore[type-var]
@@ -261,7 +263,7 @@ def weight_tables(
 ) -> list[KeyedTable]:
     """Builds three tables with a row per set of weights (and side, and token): concentration, tokens, sink share.
 
-    The token table contains every token that occurs at least ``min_count`` times, whatever ``top`` is, so that a
+    The token table contains all tokens that occur at least ``min_count`` times, regardless of ``top``, so that a
     paper's tokens can be joined. ``piece`` returns a token's text in the vocabulary.
     """
     rows: dict[str, list[dict[str, Cell]]] = {"statistics": [], "tokens": [], "sink": []}
@@ -309,16 +311,16 @@ def model_label(judge: Judge, model: ModelSpec, setting: str | None) -> str:
 
 
 def select_model_rows(printed: PublishedTable, model: str) -> tuple[PublishedTable, list[str]]:
-    """Returns the printed rows of a model (all if the file names no model), and a note on rows of other models."""
+    """Returns the printed rows of a model (all if the file names no model), and a note about rows of other models."""
     mine = tuple(row for row in printed.rows if row.get(KEYS[0], model) == model)
     names = list(dict.fromkeys(str(row[KEYS[0]]) for row in printed.rows if row not in mine))
     lines = []
     if names and mine:
-        lines.append(f"{file_label(printed.path)}: rows of other models left out ({', '.join(names)})")
+        lines.append(f"{file_label(printed.path)}: skipped rows for other models ({', '.join(names)})")
     elif names:
         said = f"set label={names[0]}" + (f" (or {', '.join(names[1:])})" if names[1:] else "")
         lines.append(
-            f"{file_label(printed.path)}: left out, because its numbers are for models other than {model}; if {model} "
+            f"{file_label(printed.path)}: skipped, because its numbers are for models other than {model}; if {model} "
             f"is one of them under another name, {said}"
         )
     return replace(printed, rows=mine), lines
@@ -337,7 +339,9 @@ def weight_notes(measured: Sequence[WeightStatistics], seed: int, min_count: int
         lines += dict.fromkeys(f"WARNING: {one.account[name]}" for one in measured if name in one.account)
     most = max(one.most for one in measured)
     if most < min_count:
-        lines.append(f"no token occurs {min_count} times on one side (largest count: {most}); lower min_count")
+        lines.append(
+            f"no token occurs at least {min_count} times on either side (largest count: {most}); lower min_count"
+        )
     return lines
 
 
@@ -347,11 +351,10 @@ def response_statistics(weights: Float[Tensor, " m"], length: float | int | None
     ``std``: over the tokens of the row, ddof 0. ``mean_length``: ``length``, which is |y| as the source counts it (by
     default the number of weights). ``effective``: effective number of weights, 1 / sum a^2. ``effective_share``: the
     effective number divided by the number of weights; 1 for uniform weights. ``entropy``: in nats. ``top10_share``:
-    share of the tenth of the tokens (rounded up) with the largest weights. ``mass``: sum of the weights. ``uniform``:
-    share of a token under uniform weights. ``first``, ``second``, ``third``: shares of the first three tokens, 0 if
-    there are fewer.
+    share of the top tenth of the tokens (rounded up). ``mass``: sum of the weights. ``uniform``: a token's share under
+    uniform weights. ``first``, ``second``, ``third``: shares of the first three tokens, 0 if there are fewer.
 
-    Effective number, entropy and shares are 0 for a row without mass. Raises UserError for an empty or non-finite row.
+    Effective number, entropy and shares are 0 if all weights are 0. Raises UserError for an empty or non-finite row.
     """
     count = weights.numel()
     if count == 0:
@@ -376,9 +379,9 @@ def response_statistics(weights: Float[Tensor, " m"], length: float | int | None
 
 
 def mean_statistics(statistics: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Averages every statistic over responses, and adds the number of responses as ``responses``.
+    """Averages each statistic over responses, and adds the number of responses as ``responses``.
 
-    Raises UserError without responses.
+    Raises UserError if there are no responses.
     """
     rows = list(statistics)
     if not rows:
@@ -390,15 +393,15 @@ def mean_statistics(statistics: Iterable[Mapping[str, float]]) -> dict[str, floa
 def statistics_row(model: str, side: str, summary: Mapping[str, float]) -> dict[str, str | float | int]:
     """Builds a row of the paper's statistics table (side, model, std, max, mean_length), with our further statistics.
 
-    Every number is a mean over responses: of the std over tokens, the largest weight, and |y|. The paper does not say
-    so for the maximum; but it prints 0.09 to 0.12, while a maximum over all responses would be near 1.
+    Every value is a mean over responses: of the std over tokens, the largest weight, and |y|. The paper does not say so
+    for the maximum, but its values are 0.09 to 0.12, and a maximum over all responses would be near 1.
     """
     numbers = {name: value for name, value in summary.items() if name not in ("uniform", *SINK)}
     return {"side": side, "model": model, **numbers}
 
 
 def sink_row(model: str, summary: Mapping[str, float]) -> dict[str, str | float | int]:
-    """Builds a row of the paper's sink table: model, and percent of the weight on the first, second and third token.
+    """Builds a row of the paper's sink table: model, and percentage of the weight on the first, second and third token.
 
     ``summary``: means before the sink rule, over both sides of all pairs. ``uniform_percent`` is our addition: the
     percentage of each token under uniform weights on responses of these lengths.

@@ -27,10 +27,10 @@ BASELINE_VERSION = "1"
 class TestbedBenchmark:
     """Benchmark of reviews for held-out prompts: their true reward, and their win rate against a baseline.
 
-    ``baseline``: model folder or hub name whose reviews are compared with. The baseline's reviews are sampled with the
-    same settings as the model's, but with other random numbers, which stay the same in every round. With a baseline,
-    the scores are ``win_rate`` (percent, by the grader) and ``reward`` (mean true reward). Without one, ``reward`` is
-    the only score and no grader is used.
+    ``baseline``: folder or hub name of the model to compare against. The baseline's reviews are sampled with the same
+    settings as the model's, but with different random numbers, which stay the same in all rounds. With a baseline, the
+    scores are ``win_rate`` (percent, by the grader) and ``reward`` (mean true reward). Without one, ``reward`` is the
+    only score and no grader is used.
 
     As for any benchmark, special tokens are removed from generated reviews. A run's own scores (``TruthScorer``) count
     such tokens as broken words instead.
@@ -60,7 +60,7 @@ class TestbedBenchmark:
         return ("reward",) if self.baseline is None else ("win_rate", "reward")
 
     def questions(self) -> Sequence[Question]:
-        """Returns the split's prompts in the grammar's order; the prompt text is the id and the topic is the category.
+        """Returns the split's prompts in the grammar's order, with the prompt text as id and the topic as category.
 
         Raises:
             UserError: the split has no prompts.
@@ -117,7 +117,7 @@ class TestbedBenchmark:
         return {question.id: text for question, text in zip(questions, texts, strict=True)}
 
     def grading_calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Returns two comparisons per prompt, one for each order; none without a baseline."""
+        """Returns two comparisons per prompt, one for each order; none if there is no baseline."""
         questions = self.questions()
         given = match_answers(self.name, questions, answers)
         if self.baseline is None:

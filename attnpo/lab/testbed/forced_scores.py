@@ -32,7 +32,7 @@ class ForcedScores:
         self.digits = token_ids(tokenizer, words.PART_SCORES)
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
-        """Returns one JSON list of parts and scores per prompt, decoded greedily regardless of ``sampling``.
+        """Returns one JSON list of parts and scores per prompt; decodes greedily, regardless of ``sampling``.
 
         Raises:
             UserError: a prompt is not the testbed's scoring task.

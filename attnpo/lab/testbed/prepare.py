@@ -1,12 +1,12 @@
 """Builds the testbed's base model and preference pairs in content-addressed folders, at most once each.
 
-A second base can be configured as a judge for the first; it is built by a separate call when needed.
+A second base can be configured as a judge for the first; it is built by a separate call on demand.
 
 The key of the base covers grammar, recipe, seed and code version; the key of the pairs covers the base's key and the
-pair recipe, so that asking for another number of pairs does not train the base again. Folders are built under a
-temporary name and renamed when complete and flushed to disk, so that incomplete ones are never seen and processes
-cannot interfere. Each folder contains digests of its files, which are verified before every use; a changed folder is
-moved aside and rebuilt.
+pair recipe, so that requesting another number of pairs does not retrain the base. Folders are built under a temporary
+name and renamed when complete and flushed to disk, so that incomplete ones are never seen and processes cannot
+interfere. Each folder contains digests of its files, which are verified before every use; a changed folder is moved
+aside and rebuilt.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Settings of the base model and of the pairs; cheap to import, so that configs are checked without transformers."""
+"""Settings of the base model and of the pairs; cheap to import, so configs can be checked without transformers."""
 
 from dataclasses import asdict, dataclass, field
 
@@ -35,7 +35,7 @@ class BaseRecipe:
     With `easy_length` below 1, reviews in the first half of the first block's easy part have this share of the
     grammar's length, with fillers dropped first and more rows per batch to compensate; they grow to full length in the
     second half. For reviews of 28 clauses with six sentiment clauses, a judge trained at growing length with fillers is
-    still at chance after 250 steps; one trained on 3 or 4 clauses without fillers is correct on nearly every pair after
+    still at chance after 250 steps; one trained on 3 or 4 clauses without fillers is correct on nearly all pairs after
     100 steps. `answer_tokens`: maximum length of answers when measuring the base, and the base's default for
     generation.
     """

@@ -139,7 +139,7 @@ def test_a_judge_that_knows_is_worth_reading(
     assert seeing["gain"]["low"] > 0 > blind["gain"]["low"]
     assert seeing["truth"] > 0.5 > blind["truth"] == pytest.approx(found["truth"]["equal"], abs=0.05)
     assert blind["effective_share"] > 0.95 > seeing["effective_share"]
-    assert "begin with weights.layer=1" in found["judgement"]["advice"][0]
+    assert "start with weights.layer=1" in found["judgement"]["advice"][0]
     page = (tmp_path / "told" / "passport.html").read_text()
     assert '<p class="banner good">&#10003; Worth reading</p>' in page
     shown = capsys.readouterr().out
@@ -180,7 +180,10 @@ def test_a_random_model_is_at_chance(world: World, tmp_path: Path, capsys: pytes
     assert 0 < found["label_mass_low"] <= found["label_mass"]["value"] < 1
     assert [look["layer"] for look in found["layers"]] == [1, 2]
     assert all(0 < look["mass"]["value"] < 1 for look in found["layers"])
-    assert any("24 have not been judged yet (passport.pairs)" in line for line in found["judgement"]["advice"])
+    assert any(
+        "judge more pairs (passport.pairs): 24 have not been judged yet" in line
+        for line in found["judgement"]["advice"]
+    )
     page = (tmp_path / "told" / "passport.html").read_text()
     assert '<p class="banner bad">&#10007; At chance</p>' in page
     assert not world.store.exists() or not list(world.store.glob("weights/*")), "nothing is put into the store"

@@ -144,7 +144,7 @@ HANGS, NOT = Estimate(0.5, 0.1, 0.9, 64), Estimate(0.1, -0.1, 0.3, 64)
     [
         (stats(0.75, 256), {1: NOT, 2: HANGS}, READING, "in 1 of 2 layers (2)"),
         (stats(0.75, 256), {}, READING, "was not measured"),
-        (stats(0.75, 256), {1: NOT}, DOUBTFUL, "in none of 1 layers"),
+        (stats(0.75, 256), {1: NOT}, DOUBTFUL, "in none of the 1 layers"),
         (stats(0.75, 256, other=0.6), {1: HANGS}, DOUBTFUL, "60 % of its verdicts name no label"),
         (stats(0.25, 256), {1: HANGS}, DOUBTFUL, "below chance: right in 25.0 %"),
         (stats(0.9, 19), {1: HANGS}, DOUBTFUL, "too few pairs to say: right in 90.0 %"),
@@ -160,9 +160,9 @@ def test_the_rule(statistics: JudgeStatistics, gains: dict[int, Estimate], worth
 
 def test_advice_names_the_layer_and_the_pairs_left() -> None:
     gains = {1: HANGS, 2: Estimate(0.9, 0.2, 1.6, 64), 3: Estimate(2.0, -0.1, 4.1, 64)}
-    assert "begin with weights.layer=2" in assess_judge(stats(0.75, 256), gains).advice[0]
+    assert "start with weights.layer=2" in assess_judge(stats(0.75, 256), gains).advice[0]
     assert any(
-        "744 have not been judged yet (passport.pairs)" in line
+        "judge more pairs (passport.pairs): 744 have not been judged yet" in line
         for line in assess_judge(stats(0.5, 256), {}, 744).advice
     )
     assert not any("are left" in line for line in assess_judge(stats(0.5, 256), {}, 0).advice)

@@ -115,7 +115,12 @@ def test_the_tables_of_a_tiny_world_by_hand(world: World, tmp_path: Path) -> Non
         assert float(sink["uniform_percent"]) == pytest.approx(100 * uniform / responses)
         assert (tmp_path / "r" / f"heat-attention_L{layer}.svg").read_text(encoding="utf-8").startswith("<svg")
     page = (tmp_path / "r" / "report.html").read_text(encoding="utf-8")
-    for text in ("uniform_percent", "Token weights of the first pairs: attention L2", 'class="heat', "Account: "):
+    for text in (
+        "uniform_percent",
+        "Token weights of the first pairs: attention L2",
+        'class="heat',
+        "Pairs and coverage: ",
+    ):
         assert text in page
     text = (tmp_path / "r" / "weights.md").read_text(encoding="utf-8")
     assert text.count("## ") == 4 and "## Notes" in text and "| attention L1 | chosen |" in text
@@ -168,7 +173,7 @@ def test_printed_numbers_stand_below_ours(world: World, tmp_path: Path, capsys: 
     assert float(beside["max difference"]) == pytest.approx(float(chosen["max"]) - 0.5)
     out = capsys.readouterr().out
     assert out.index("top10 share") < out.index("max printed")
-    assert "rows of other models left out (other)" in out
+    assert "skipped rows for other models (other)" in out
     assert out.count("its numbers are for models other than m; if m is") == 1 and "label=one (or two)" in out
 
 
@@ -249,7 +254,7 @@ def packed_in(page: str, name: str) -> bytes:
     [
         (["explorer=-1"], "explorer at least 0"),
         (["layers=[3]"], "layers: expected a whole number from 1 to 2"),
-        (["layers=[1]", "weights=rollout"], "weights=rollout has no layer to choose"),
+        (["layers=[1]", "weights=rollout"], "weights=rollout has no layer to select"),
         (["objective=dpo", "weights=attention"], "uses no token weights"),
     ],
 )
@@ -263,7 +268,7 @@ def test_a_report_replaces_its_own_and_nothing_else(
 ) -> None:
     """And says that no token is frequent enough."""
     assert table(weights_of(world, tmp_path), "tokens") == []
-    assert "no token occurs 100 times on one side" in capsys.readouterr().out
+    assert "no token occurs at least 100 times on either side" in capsys.readouterr().out
     weights_of(world, tmp_path)
     with pytest.raises(UserError, match="contains the report of another command"):
         weights_of(world, tmp_path, "min_count=7")
@@ -349,7 +354,7 @@ def test_an_unfinished_study_is_said_to_be_and_has_no_headline(
     assert columns == {"table", "arm", "one: reward", "two: reward"}
     assert [row["run"] for row in rows if row["table"] == "part"] == ["uniform-seed0-00000000"]
     assert "part: not finished, 1 of 2 started points have a result" in capsys.readouterr().out
-    assert "<figure" not in page and "part: every run" not in page
+    assert "<figure" not in page and "part: all runs" not in page
     (two / "tables.json").unlink()
     folder, _ = report_on(tmp_path / "less", [str(one), str(part), str(two)])
     assert {row["table"] for row in rows_of(folder / "study.csv")} == {"one", "part", "two"}
@@ -420,8 +425,8 @@ def test_printed_rows_of_the_setting_stand_below_a_study(tmp_path: Path, capsys:
     assert (uniform["method"], uniform["arm"], uniform["reward difference"]) == ("DPO", "uniform", str(0.5 - 0.4))
     assert (rollout["arm"], rollout["reward"], rollout["mt_bench printed"]) == ("rollout", "", "6.8")
     for text in (out, page):
-        assert "printed.csv: rows of other models left out (toy_2)" in text
-        assert "printed.csv: printed rows without a matching arm of ours: rollout" in text
+        assert "printed.csv: skipped rows for other models (toy_2)" in text
+        assert "printed.csv: printed rows with no matching arm in our tables: rollout" in text
     assert out.count("has no scores of graded answers") == 1 and "Toy-2" not in page
 
 
@@ -436,7 +441,7 @@ def test_printed_rows_meet_no_study_of_another_setting(
     folder, page = report_on(tmp_path, ["study", str(study)], f"printed={printed}")
     assert {row["table"] for row in rows_of(folder / "study.csv")} == {"a"}
     out = capsys.readouterr().out
-    assert out.count("left out, because its rows are for other models") == 1 and "for setting testbed" in out
+    assert out.count("skipped, because its rows are for other models") == 1 and "for setting testbed" in out
     assert "6.7" not in page and "base_model" not in page
 
 
@@ -479,7 +484,7 @@ def test_what_runs_share_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixt
         a_run(tmp_path / "runs" / name, reward)
     folder, _ = report_on(tmp_path, ["run", *(str(tmp_path / "runs" / name) for name in "ab")])
     out = capsys.readouterr().out
-    assert "Finished runs (the same in all: seed 3, steps 12, val loss 0.500, " in out
+    assert "Finished runs (same in all rows: seed 3, steps 12, val loss 0.500, " in out
     assert next(line for line in out.splitlines() if "run" in line.split()).split() == ["run", "reward"]
     assert [row["seed"] for row in rows_of(folder / "runs.csv")] == ["3", "3"]
 
@@ -560,4 +565,4 @@ def test_the_report_on_a_study_has_exactly_its_tables(
             assert told[name] == ("" if cell is None else str(cell)) or float(told[name]) == cell
     assert paper[2:] == [f"| Second | {arms[-1]} | 1.5 |"]
     drawn = [name for name in json.loads((study.folder / "study.json").read_text())["figures"] if "png" in name]
-    assert page.count("<figure") == len(drawn) >= 1 and "out: every run" in page
+    assert page.count("<figure") == len(drawn) >= 1 and "out: all runs" in page

@@ -240,7 +240,7 @@ def test_what_is_mixed_in_a_column_is_named(
     an_evaluation(tmp_path / "in", "Odd", "arena_hard", [40.0])
     folder = report_on(tmp_path, [tmp_path / "in"])
     out = " ".join(capsys.readouterr().out.split())
-    assert f"WARNING: mt_bench: Odd graded or answered differently from A, B ({told})" in out
+    assert f"WARNING: mt_bench: conditions for Odd differ from those for A, B ({told})" in out
     rows = {row["method"]: row["avg_rank"] for row in rows_of(folder, "scores")}
     # Arena-Hard: Odd 1, the others 2.5. MT-Bench, where it counts: Odd 3 with one round of 6, else all three 2.
     lower = {"A": 2.0, "B": 2.0, "Odd": 2.0} if "rounds" in told else {"A": 2.25, "B": 2.25, "Odd": 1.5}
@@ -263,7 +263,7 @@ def test_pairs_of_different_graders_are_not_held_against_noise(tmp_path: Path) -
 def test_two_results_of_one_label_are_refused(tmp_path: Path) -> None:
     one = an_evaluation(tmp_path / "one", "A", "mt_bench", [6.0])
     two = an_evaluation(tmp_path / "two", "A", "mt_bench", [7.0])
-    with pytest.raises(UserError, match="are both 'A' on mt_bench"):
+    with pytest.raises(UserError, match="both evaluate 'A' on mt_bench"):
         report_on(tmp_path, [one, two])
     assert len(rows_of(report_on(tmp_path, [one, tmp_path / "one"]), "scores")) == 1  # the same folder twice is one
 
@@ -274,7 +274,7 @@ def test_an_unfinished_evaluation_is_left_out_and_named(tmp_path: Path, capsys: 
     begun.mkdir()
     (begun / "grades.jsonl").write_text("")
     report_on(tmp_path, [done, begun])
-    left = f"left out {begun}, which is not finished"
+    left = f"skipped {begun}, which is not finished"
     assert "".join(left.split()) in "".join(capsys.readouterr().out.split())
     with pytest.raises(UserError, match=f"at least one finished evaluation; {re.escape(left)}"):
         report_on(tmp_path, [begun], "name=other")
@@ -318,9 +318,9 @@ def test_printed_numbers_stand_beside_ours(tmp_path: Path, capsys: pytest.Captur
     assert (rows["DPO"]["mt_bench printed"], float(rows["DPO"]["mt_bench difference"])) == ("6.73", 5.0 - 6.73)
     assert all("avg_rank printed" not in row or row["avg_rank printed"] == "" for row in rows.values())
     out = " ".join(capsys.readouterr().out.split())
-    assert "average ranks are not compared, because there are 14 ranked rows there and 3 here" in out
-    assert "rows of other models left out (llama3_8b_base_sft)" in out
-    assert r"\caption{Printed numbers of main\_results/printed.csv beside our scores}" in (
+    assert "average ranks are not compared, because the ranked rows differ (14 there, 3 here)" in out
+    assert "skipped rows for other models (llama3_8b_base_sft)" in out
+    assert r"\caption{Printed numbers of main\_results/printed.csv next to our scores}" in (
         folder / "scores.tex"
     ).read_text(encoding="utf-8")
 
@@ -333,9 +333,11 @@ def test_a_file_on_several_models_needs_the_one_that_is_meant(
     folder = report_on(tmp_path, [tmp_path / "in"], printed)
     assert rows_of(folder, "scores printed") == []
     out = " ".join(capsys.readouterr().out.split())
-    assert "because it has several models; set label=llama3_8b_base_sft (or llama3_8b_instruct)" in out
+    assert "because it has rows for several models; set label=llama3_8b_base_sft (or llama3_8b_instruct)" in out
     report_on(tmp_path, [tmp_path / "in"], printed, "label=mistral", "name=other")
-    assert "because it has no rows of mistral, only of llama3_8b_base_sft" in " ".join(capsys.readouterr().out.split())
+    assert "because it has no rows for mistral, only for llama3_8b_base_sft" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_lengths_and_means_over_rounds_meet_their_printed_columns(tmp_path: Path) -> None:
