@@ -10,7 +10,7 @@ NEVER = {"The", "A", "An", "What", "Whether", "How", "Which", "Why"}
 NOUNS = {"This", "Its", "As", "Losses", "Weights", "Rows", "Tokens", "Pairs", "Digits", "Others", "Bytes"}
 """Words in -s that begin a sentence and are no verb."""
 PARTICIPLE = re.compile(r"_?[a-z]+(ed|pt|ld|wn|eft|ost)")
-PARTICIPLES, DOC_WORDS = 30, 35_000
+PARTICIPLES, DOC_WORDS, README_WORDS = 30, 35_000, 800
 SAME_PAPER = {"TISDPO"}  # one paper's objective and its form of weights; saved configurations hold both names
 
 
@@ -58,6 +58,7 @@ def test_functions_are_seldom_named_by_a_participle_and_no_two_classes_alike() -
 def test_the_pages_can_be_read() -> None:
     words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")}
     assert sum(words.values()) <= DOC_WORDS, words
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
 
 
 def test_the_quick_tests_are_files_of_every_room() -> None:

@@ -44,6 +44,7 @@ NOT_RUN = {
 ELSEWHERE = {
     r"experiments\.gains\b": "tests/gains/test_gains.py::test_the_committed_cases_are_whole_and_give_the_pages_table",
     r"attnpo\.report scores\b": "tests/lab/reports/test_scores.py::test_printed_numbers_stand_beside_ours",
+    r"attnpo\.report pool\b": "tests/lab/studies/test_records.py::test_the_command_pools_studies",
     r"tests\.conformance": "tests/conformance/test_conformance.py::test_the_command_prints_records_and_counts",
     r"experiments\.theory": "tests/theory/test_theory.py::test_the_figures_and_the_command",
     r"benchmark=testbed": "tests/evaluation/test_testbed.py",
@@ -87,7 +88,7 @@ FILLED = {
     r"--config-dir \S+": "--config-dir own",
     r"benchmark\.auxiliary=\S+": "benchmark.length_controlled=false",  # the file is read while composing
     r"\bTABLE/": "experiments/paper/main_results/",
-    r"(report (?:scores|study|run))$": r"\1 FOLDER",
+    r"(report (?:scores|study|run|pool))$": r"\1 FOLDER",
     r"attnpo\.evaluate$": "attnpo.evaluate benchmark=judge",
     r" \.\.\.|\bKEY=VALUE\b": "",
 }

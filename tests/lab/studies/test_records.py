@@ -1,5 +1,6 @@
 """Records of studies, pooled studies, and points that are added between others."""
 
+import csv
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attnpo import report
+from attnpo.cli.entry import run_entry
 from attnpo.evaluation.intervals import MeanSquares, correct_by_holm, mean_interval
 from attnpo.lab.studies.outcome import Outcome, PointResults, points_between
 from attnpo.lab.studies.records import pool_records, read_study_record, rliable_scores, study_record
@@ -76,6 +79,19 @@ def test_pooled_studies_are_one_study_with_all_their_seeds(tmp_path: Path) -> No
     one = pool([first])[0]
     alone = mean_interval(np.array([make_rewards(seed, 1) - make_rewards(seed, 0) for seed in range(3)]))
     assert one["difference"] == f"{alone.mean:+.3f} [{alone.low:.3f}, {alone.high:.3f}]"
+
+
+def test_the_command_pools_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [str(write_record(seeds, tmp_path / name)) for seeds, name in (([0, 1, 2], "a"), ([3, 4], "b"))]
+    words = ["pool", *folders, f"output={tmp_path}", "name=pooled"]
+    assert run_entry(report.main, "report", words, "", "", positional="what") == 0
+    printed, folder = capsys.readouterr().out, tmp_path / "pooled"
+    assert "Differences to uniform at equal KL, 2 studies pooled" in printed and "<0.0001" in printed
+    (row,) = csv.DictReader((folder / "pooled.csv").read_text().splitlines())
+    assert (row["arm"], row["seeds"], row["p"]) == ("plain", "5", "<0.0001")
+    assert np.shape(json.loads((folder / "rliable.json").read_text())["plain"]) == (5, 1)
+    assert (folder / "pooled.tex").is_file() and (folder / "report.html").is_file()
+    assert run_entry(report.main, "report", ["pool", str(tmp_path)], "", "", positional="what") == 2
 
 
 def test_studies_that_are_not_alike_are_refused(tmp_path: Path) -> None:
