@@ -28,7 +28,7 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
         progress: whether to write log lines to stderr. Warnings are always written.
 
     Raises:
-        UserError: the overrides ask for a study, or the command fails.
+        UserError: the overrides configure a study, or the command fails.
     """
     cfg = _load(overrides, config_dir)
     if cfg.study is not None:
@@ -59,7 +59,7 @@ def run_study(
         progress: as for ``train``.
 
     Raises:
-        UserError: the overrides ask for a single run, or the command fails.
+        UserError: the overrides configure a single run, or the command fails.
     """
     cfg = _load(overrides, config_dir)
     if cfg.study is None:

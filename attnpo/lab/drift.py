@@ -101,7 +101,7 @@ def measure_drift(
     sampled: Sequence[PreferencePair],
     counts: Mapping[str, int],
 ) -> dict[str, Json]:
-    """Measures where the policy moved and returns the content of ``RunResult.drift``.
+    """Measures where the policy moved from its base and returns the content of ``RunResult.drift``.
 
     ``counts``: number of pairs per split. ``sampled``: pairs with the policy's answer as chosen and the base's as
     rejected. ``reference``: kind of the run's reference. Raises UserError for a model without a plain output head.

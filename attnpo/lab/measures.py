@@ -60,8 +60,8 @@ class DriftSettings:
     ) -> dict[str, Json]:
         """Measures and returns the content of ``RunResult.drift``; empty if ``pairs`` is 0.
 
-        ``readers``: compute the run's weights, with its base model if needed. ``reference``: type of the run's
-        reference. ``sampled``: pairs with the policy's answers as chosen and the base's as rejected.
+        ``readers``: the run's readers of token weights. ``reference``: type of the run's reference. ``sampled``: pairs
+        with the policy's answers as chosen and the base's as rejected.
         """
         if not self.pairs:
             return {}

@@ -72,7 +72,7 @@ class Run:
     @cached_property
     def samples(self) -> pandas.DataFrame:
         """Returns sample answers to validation prompts: prompt, policy, reference. Empty if the run has none."""
-        return _make_frame(sample_rows(self.path), ["prompt", "policy", "reference"])
+        return _make_frame(read_sample_answers(self.path), ["prompt", "policy", "reference"])
 
     @cached_property
     def scores(self) -> pandas.DataFrame:
@@ -108,8 +108,8 @@ def _make_run(path: Path, result: RunResult) -> Run:
     return Run(path, result, values, tuple(unsealed_warnings([path])))
 
 
-def sample_rows(folder: Path) -> list[dict[str, object]]:
-    """Reads the sample answers in a run's folder, prompts as text; empty if it has none."""
+def read_sample_answers(folder: Path) -> list[dict[str, object]]:
+    """Reads the sample answers in a run's folder, with prompts as text; empty if there are none."""
     from attnpo.run.report import read_samples
 
     return [{**row} for row in read_samples(folder)]
@@ -197,7 +197,7 @@ class StudyResults:
         ]
         if not self.is_finished:
             named = [({"run": folder.name}, folder) for folder in self._undamaged_folders()]
-        return _make_frame([{**run, **row} for run, folder in named for row in sample_rows(folder)], ANSWERS)
+        return _make_frame([{**run, **row} for run, folder in named for row in read_sample_answers(folder)], ANSWERS)
 
     def runs(self, arm: str | None = None, seed: int | None = None) -> list[Run]:
         """Loads the study's runs, optionally only those of one arm or one seed."""
@@ -405,7 +405,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def unsealed_warnings(folders: Sequence[Path]) -> list[str]:
-    """Returns a warning that names the first folder without checksums and counts the others; empty if none."""
+    """Returns a warning that names the first folder without checksums and counts the others, if any."""
     unsealed = [folder for folder in folders if not has_checksums(folder)]
     more = f" (and {len(unsealed) - 1} more)" if len(unsealed) > 1 else ""
     return [f"{unsealed[0].resolve().name}: it has no {SEAL}, so its files are not checked{more}"] if unsealed else []
@@ -455,7 +455,7 @@ def run_warnings(folder: Path) -> list[str]:
 
 
 def read_run_settings(path: Path) -> dict[str, Cell]:
-    """Reads the settings that distinguish runs (weights, objective, ...) from a saved config; empty if none."""
+    """Reads the settings that distinguish runs (weights, objective, ...) from a saved config; empty if missing."""
     cfg = read_run_config(path)
     if cfg is None:
         return {}
@@ -477,7 +477,7 @@ def read_run_settings(path: Path) -> dict[str, Cell]:
 
 
 def read_run_config(path: Path) -> DictConfig | None:
-    """Reads a saved configuration; None if there is no file. Raises UserError if it is not one."""
+    """Reads a saved configuration; None if missing. Raises UserError for a file that is not a configuration."""
     if not path.is_file():
         return None
     try:

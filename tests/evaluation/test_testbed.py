@@ -76,7 +76,7 @@ def test_questions_are_held_out_prompts_in_their_order(bench: TestbedBenchmark) 
 
 
 def test_a_world_without_held_out_prompts_is_refused() -> None:
-    with pytest.raises(UserError, match=r"raise benchmark\.grammar\.test_share"):
+    with pytest.raises(UserError, match=r"increase benchmark\.grammar\.test_share"):
         TestbedBenchmark(Grammar(test_share=0.0)).questions()
     with pytest.raises(UserError, match=r"benchmark\.split must be one of test, validation"):
         TestbedBenchmark(split="train")

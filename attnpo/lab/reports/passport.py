@@ -183,7 +183,7 @@ class JudgedSample:
 
 
 def draw_sample(pairs: Sequence[PreferencePair], count: int, seed: int) -> list[PreferencePair]:
-    """Draws ``count`` distinct pairs with ``seed``, whatever their order; returns all pairs if there are fewer."""
+    """Draws ``count`` distinct pairs with ``seed``, regardless of order; returns all pairs if there are fewer."""
     unique = {pair.pair_id: pair for pair in pairs}
     return [unique[pair_id] for pair_id in sorted(unique, key=lambda pair_id: digest([seed, pair_id]))[:count]]
 
@@ -196,9 +196,9 @@ def judge_sample(
     pool: EncodedSet,
     settings: PassportSettings,
 ) -> JudgedSample:
-    """Judges a sample of the pairs, as a run would, but into a temporary store.
+    """Judges a sample of the pairs as a run would, but with a temporary store.
 
-    With a temporary store, times and sizes do not depend on the run's own store. Raises UserError if no pair can be
+    The temporary store keeps times and sizes independent of the run's own store. Raises UserError if no pair can be
     shown to the judge.
     """
     sample = draw_sample(pool.pairs, settings.pairs, settings.seed)
@@ -373,7 +373,7 @@ def measure_removal(
     """Measures for each layer how much the verdict falls without the top-weighted tokens and without random tokens.
 
     Returns the results by layer, the mean log-odds on whole responses, and the number of prompts. ``fall``, ``random``:
-    drop of the verdict's log-odds (nats) without the top-weighted tokens, and without random tokens at the same
+    drop in the verdict's log-odds (nats) without the top-weighted tokens, and without random tokens at the same
     positions, as means over shares. ``gain``: their difference, with an interval that holds for all layers jointly.
     """
     removal = RemovalSettings(settings.shares, settings.draws, settings.seed, (RemovalMode.REMOVE,))

@@ -19,7 +19,7 @@ def write_pooled_report(paths: Sequence[Path], output: Path, mark: str) -> None:
         raise UserError("report pool: no arm has a difference at equal KL with at least two seeds: pool more studies")
     columns = tuple(dict.fromkeys(name for row in rows for name in row))
     keys = tuple(name for name in ("world", "KL", "arm") if name in columns)
-    title = f"Differences to {records[0]['control']} at equal KL, {len(paths)} studies pooled"
+    title = f"Differences from {records[0]['control']} at equal KL, {len(paths)} studies pooled"
     notes = [
         "each seed has the same weight; intervals over seeds and prompts, as in a single study. Studies were pooled "
         "after their runs, so this is not a registered test"

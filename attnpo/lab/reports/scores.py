@@ -120,7 +120,7 @@ def read_evaluation(folder: Path) -> EvaluationResult:
 
 @dataclass(frozen=True)
 class ConditionMismatch:
-    """Evaluations of a benchmark under conditions that differ from those of most of its evaluations.
+    """Evaluations of a benchmark whose conditions differ from those of the majority.
 
     ``usual``, ``odd``: labels evaluated under the usual and the differing conditions. ``how``: each difference as
     (name, usual value, odd value).
@@ -149,7 +149,7 @@ class ConditionMismatch:
 
 
 def find_mismatches(results: Sequence[EvaluationResult]) -> list[ConditionMismatch]:
-    """Finds, for each benchmark, the evaluations under conditions that differ from those of most."""
+    """Finds each benchmark's evaluations whose conditions differ from those of the majority."""
     out = []
     for benchmark in dict.fromkeys(result.benchmark for result in results):
         made = {result.label: grading_conditions(result) for result in results if result.benchmark == benchmark}

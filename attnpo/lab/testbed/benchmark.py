@@ -32,7 +32,7 @@ class TestbedBenchmark:
     scores are ``win_rate`` (percent, by the grader) and ``reward`` (mean true reward). Without one, ``reward`` is the
     only score and no grader is used.
 
-    As for any benchmark, special tokens are removed from generated reviews. A run's own scores (``TruthScorer``) count
+    As in all benchmarks, special tokens are removed from generated reviews. A run's own scores (``TruthScorer``) count
     such tokens as broken words instead.
     """
 
@@ -68,7 +68,7 @@ class TestbedBenchmark:
         found = self.grammar.prompts(self.split)[: self.prompts]
         if not found:
             raise UserError(
-                f"benchmark.split={self.split}: the grammar has no prompts for this split; raise "
+                f"benchmark.split={self.split}: the grammar has no prompts for this split; increase "
                 f"benchmark.grammar.{self.split}_share"
             )
         return [Question(prompt.text, (prompt.text,), category=prompt.topic) for prompt in found]
@@ -182,7 +182,7 @@ class TruthGrader:
         began = time.perf_counter()
         if call.compared is None or len(call.labels) != 2:
             return GradingFailure(
-                "grader=truth can only compare two testbed reviews, which this call does not: use another grader"
+                "grader=truth can only compare two testbed reviews, unlike this call: use another grader"
             )
         question, *reviews = call.compared
         try:

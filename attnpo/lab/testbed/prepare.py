@@ -129,7 +129,7 @@ def _read_base(folder: Path) -> dict[str, object]:
     report = _read_report(folder)
     if report.get("gate_passed") is False:
         logger.warning(
-            "testbed base %s: judge accuracy is below base.judge_gate, so study results mean little", folder.name
+            "testbed base %s: judge accuracy is below base.judge_gate, so study results are not meaningful", folder.name
         )
     return report
 

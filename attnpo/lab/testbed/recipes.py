@@ -122,7 +122,7 @@ class PairRecipe:
         if not 0.0 <= self.label_noise <= 1.0:
             raise ValueError(f"pairs.label_noise is a share and must lie in [0, 1], got {self.label_noise}")
         if self.margin <= 0:
-            raise ValueError(f"pairs.margin must be positive (equal rewards make no preference), got {self.margin}")
+            raise ValueError(f"pairs.margin must be positive (equal rewards express no preference), got {self.margin}")
         if self.train < 1 or self.validation < 1:
             raise ValueError(f"pairs.train and pairs.validation must be >= 1, got {self.train}, {self.validation}")
         if self.max_new_tokens < 1 or self.max_rounds < 1 or self.temperature < 0:
