@@ -264,7 +264,7 @@ class AttentionProbe:
         return merged.flatten(1, 2)[None]
 
     def compute_rollout(self) -> Float[Tensor, "batch T"]:
-        """Returns the last position's row of the product of all ``(I + A_l) / 2``; frees the kept tensors."""
+        """Returns the last position's row in the product of all ``(I + A_l) / 2``; frees the kept tensors."""
         self.check_layers_read(self.kept, range(self.depth))
         return rollout_row((self.kept.pop(layer) for layer in range(self.depth - 1, -1, -1)), self.last)
 

@@ -65,7 +65,7 @@ def kernel_for(found: ModelDescription) -> str:
 def check_request(
     model: str, name: str, sequences: Sequence[Sequence[int]], layers: Sequence[int], num_layers: int
 ) -> None:
-    """Raises UserError if ``model`` does not have one of the layers, or if a sequence has no tokens."""
+    """Raises UserError if ``model`` lacks one of the layers, or if a sequence has no tokens."""
     outside = [layer for layer in layers if not 1 <= layer <= num_layers]
     if outside:
         raise UserError(
@@ -121,7 +121,7 @@ class CausalJudge:
         verdict: bool = True,
         label_ids: tuple[int, int] | None = None,
     ) -> list[JudgeReading]:
-        """Reads prompts of token ids; returns their readings in order, on the CPU in float32 (float64 if the model is).
+        """Reads prompts of token ids; returns their readings in order, on the CPU, at least in float32.
 
         ``layers`` are 1-based and determine the order of the rows. ``verdict`` runs the full depth and reads the argmax
         token and, if ``label_ids`` are given, their two logits and ``verdict_logps``. Without it (and without rollout),
@@ -397,7 +397,7 @@ def make_readings(
 
 
 def _verdict_log_probs(labels: Tensor, logits: Tensor) -> Tensor:
-    """Returns log-probabilities [batch 3] of both labels and the argmax token, from their logits and all logits."""
+    """Returns log-probabilities [batch 3] of both labels and the argmax token, from label logits and all logits."""
     return torch.cat([labels, logits.amax(-1, keepdim=True).cpu()], 1) - logits.logsumexp(-1, keepdim=True).cpu()
 
 

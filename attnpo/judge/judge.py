@@ -206,7 +206,7 @@ def add_reasoning(judge: CausalJudge, prompts: JudgePromptBuilder, kept: TraceCa
 
     UserError for a model that cannot generate.
     """
-    rules, after = prompts.rules.trace, prompts.after_trace
+    rules, after = prompts.rules.trace, prompts.trace_suffix
     if rules is None or after is None:
         return judge
     generator = TraceGenerator(

@@ -182,7 +182,7 @@ def check_prefill(chat: ChatFormat, prompt: str, prefill: str, labels: Sequence[
 
 
 @dataclass(frozen=True)
-class AfterTrace:
+class TraceSuffix:
     """Token ids that follow a trace: ``closing`` if the trace did not end by itself, then always ``prefill``."""
 
     closing: tuple[int, ...]
@@ -194,7 +194,7 @@ class AfterTrace:
         return len(self.closing) + len(self.prefill)
 
 
-def make_after_trace(chat: ChatFormat, prompt: str, rules: TraceRules, prefill: str | None) -> AfterTrace:
+def make_trace_suffix(chat: ChatFormat, prompt: str, rules: TraceRules, prefill: str | None) -> TraceSuffix:
     """Returns the ids after a trace that follows ``prompt``, a rendered string that ends where generation starts.
 
     UserError if the prefill closes a trace by itself, or if the judge's tokenizer has no tokens for ``until``.
@@ -211,7 +211,7 @@ def make_after_trace(chat: ChatFormat, prompt: str, rules: TraceRules, prefill: 
             f"judge.trace.until: the judge's tokenizer cannot encode {until!r}, so no trace would end with it: set "
             "judge.trace.until to the text that ends a trace of this judge"
         )
-    return AfterTrace(tuple(closing), () if prefill is None else tuple(_tokens_after(chat, prompt + until, prefill)))
+    return TraceSuffix(tuple(closing), () if prefill is None else tuple(_tokens_after(chat, prompt + until, prefill)))
 
 
 def check_trace_open(prompt: str, frame_end: str, until: str) -> None:
@@ -275,7 +275,7 @@ def question_text(prompt: Sequence[Message]) -> str:
 
 
 def last_user_turn(prompt: Sequence[Message]) -> Sequence[Message]:
-    """Returns the conversation's last user turn as a conversation of its own. Raises UserError if there is none."""
+    """Returns the conversation's last user turn as a one-turn conversation. Raises UserError if there is none."""
     users = [turn for turn in prompt if turn["role"] == "user"]
     if not users:
         roles = ", ".join(dict.fromkeys(turn["role"] for turn in prompt))
@@ -294,7 +294,7 @@ class JudgePromptBuilder:
     ``chat`` formats the question to the judge; ``training`` (None: the same) provides the training token ids for IDS.
     If either round's prompt is too long, both rounds are truncated identically: the question loses its beginning, each
     response loses its end, and only the kept part gets weights. With ``rules.trace``, a prompt ends where the trace
-    starts, and ``after_trace`` contains the ids that follow the trace.
+    starts, and ``trace_suffix`` contains the ids that follow the trace.
 
     Raises UserError if the template cannot be read, lacks a placeholder, does not allow the requested spans, or exceeds
     ``rules.max_length`` even with empty values; also if the tokenizer drops the end of ``rules.prefill`` or merges it
@@ -318,17 +318,17 @@ class JudgePromptBuilder:
         if rules.span is SpanMode.REFERENCE and None in self._gaps.values():
             wanted = "visible template text" if rules.span_closing is None else repr(rules.span_closing)
             raise UserError(
-                f"judge.span: reference needs {wanted} after both answers, because the spans end before it: change "
+                f"judge.span=reference: expected {wanted} after both answers, because the spans end before it: change "
                 "judge.span_closing or judge.template_file, or set judge.span=touch"
             )
         ids, _ = chat.tokenize(" ", start=False)
         self._blank = _JudgedAnswer(" ", 0, True, (ids, [(0, 0)] * len(ids)))
         bare = max(len(placed.ids) for placed in self._tokenize_rounds(" ", {side: self._blank for side in SIDES}))
-        self.after_trace: AfterTrace | None = None
+        self.trace_suffix: TraceSuffix | None = None
         if rules.trace is not None:
             prompt = self._full_prompt(self.template.render("x", "x", "x").text)[0]
             check_trace_open(prompt, self._frame[1], rules.trace.until)
-            self.after_trace = make_after_trace(chat, prompt, rules.trace, rules.prefill)
+            self.trace_suffix = make_trace_suffix(chat, prompt, rules.trace, rules.prefill)
         # Maximum tokens of a prompt, and how many of them question and answers may use; each needs at least one.
         self._limit = rules.max_length - self._reserved_tokens()
         self._room = self._limit - 1 - (bare - 3)
@@ -382,7 +382,7 @@ class JudgePromptBuilder:
     def _reserved_tokens(self) -> int:
         """Returns the number of tokens in ``rules.max_length`` reserved for a trace and the ids after it."""
         trace = self.rules.trace
-        return 0 if trace is None or self.after_trace is None else trace.max_new_tokens + self.after_trace.token_count
+        return 0 if trace is None or self.trace_suffix is None else trace.max_new_tokens + self.trace_suffix.token_count
 
     # ------------------------------------------------------------------------------------------ building
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from attnpo.judge.base import JudgeModel, JudgeReading, ReasoningTrace
-from attnpo.judge.prompts import AfterTrace
+from attnpo.judge.prompts import TraceSuffix
 from attnpo.models.backbone import require_causal_lm
 from attnpo.models.generate import (
     GenerationRequest,
@@ -141,7 +141,7 @@ class ReasoningJudge:
     """
 
     def __init__(
-        self, judge: JudgeModel, generator: TraceGenerator, kept: TraceCache, after: AfterTrace, limit: int
+        self, judge: JudgeModel, generator: TraceGenerator, kept: TraceCache, after: TraceSuffix, limit: int
     ) -> None:
         self.judge, self.generator, self.kept, self.after, self.limit = judge, generator, kept, after, limit
 

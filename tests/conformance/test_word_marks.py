@@ -99,7 +99,9 @@ def test_closing_text_that_the_wording_lacks(folder: Callable[[Change], Path]) -
         pairs["reference_span"]["closing_text"] = "no such text"
 
     (found,) = verify([folder(change)], ["extraction/span 00*"])
-    assert found.status is Status.FAIL and "judge.span: reference needs 'no such text' after both answers" in found.note
+    assert (
+        found.status is Status.FAIL and "judge.span=reference: expected 'no such text' after both answers" in found.note
+    )
 
 
 THEIRS = (

@@ -36,12 +36,12 @@ def test_the_prompt_is_that_without_a_prefill_which_comes_after_the_trace(
     chat, bare = formats(name), replace(rules, assembly=assembly)
     prompts = JudgePromptBuilder(replace(bare, trace=THINKS, prefill=PREFILL), chat)
     assert prompts.build(PAIR) == JudgePromptBuilder(bare, chat).build(PAIR)
-    after = prompts.after_trace
+    after = prompts.trace_suffix
     assert after is not None
     assert chat.tokenizer.decode(after.closing).strip() == "</think>"
     assert chat.tokenizer.decode([*after.closing, *after.prefill]).strip() == f"</think>{PREFILL}"
     assert [chat.tokenizer.decode([label]).strip() for label in prompts.label_ids] == ["A", "B"]
-    assert JudgePromptBuilder(bare, chat).after_trace is None
+    assert JudgePromptBuilder(bare, chat).trace_suffix is None
 
 
 @pytest.mark.parametrize("assembly", list(Assembly))
@@ -49,8 +49,8 @@ def test_max_length_holds_for_prompt_trace_and_prefill(formats: Formats, rules: 
     long = PreferencePair.from_texts([Message(role="user", content="why " * 60)], "yes " * 80, "no " * 80)
     cuts = replace(rules, assembly=assembly, max_length=200, trace=THINKS, prefill=PREFILL)
     prompts = JudgePromptBuilder(cuts, formats("gpt2_chatml"))
-    assert prompts.after_trace is not None
-    free = THINKS.max_new_tokens + prompts.after_trace.token_count
+    assert prompts.trace_suffix is not None
+    free = THINKS.max_new_tokens + prompts.trace_suffix.token_count
     rounds = prompts.build(long)
     assert 200 - 8 < max(len(prompt.input_ids) for prompt in rounds) + free < 200
     assert all(prompt.cut for prompt in rounds)
