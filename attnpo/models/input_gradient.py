@@ -73,7 +73,7 @@ def prompt_lengths(rows: RowGroup) -> Int[Tensor, " rows"]:
     count, width = len(rows.response_mask), inputs.input_ids.shape[1]
     refusal = UserError(
         "weights=gradient and TI-DPO's anchors need the padded layout, one right-padded row of prompt and response for "
-        f"each of {count} responses, but the model inputs of shape {tuple(inputs.input_ids.shape)} have another "
+        f"each of {count} responses, but the model inputs of shape {tuple(inputs.input_ids.shape)} have a different "
         "layout: set layout=padded, or choose another objective"
     )
     if inputs.segments is not None or mask is None or mask.dim() != 2 or inputs.input_ids.shape[0] != count:

@@ -420,7 +420,7 @@ def enable_segment_attention(model: PreTrainedModel) -> None:
 
 
 def restore_attention(model: PreTrainedModel) -> None:
-    """Restores the model's attention from before ``enable_segment_attention``."""
+    """Restores the attention that the model had before ``enable_segment_attention``."""
     backbone = backbone_of(model)
     for before, name in NAMES.items():
         if backbone.config._attn_implementation == name:

@@ -1,8 +1,8 @@
-"""Checks on a few dozen tokens whether a model produces the same results in packed rows and next to padding.
+"""Checks on a few dozen tokens that packing and padding do not change a model's results.
 
-Isolation of sequences is checked bit by bit: changing the tokens of other sequences must not change any bit. Positions
-and windows are checked in float32, on the model, or on a few layers of the same kind with seeded random weights.
-Rounding errors of lower precisions are only logged. The judge uses some of the checks.
+Isolation of sequences is checked bitwise: changing the tokens of other sequences must not change any bit. Positions and
+windows are checked in float32, on the model, or on a few layers of the same kind with seeded random weights. Rounding
+errors of lower precisions are only logged. The judge uses some of the checks.
 """
 
 import itertools
@@ -70,7 +70,7 @@ class BlockRecorder:
 
 
 def is_different(actual: Tensor, expected: Tensor) -> bool:
-    """Returns whether values differ by more than two kernels' results may; the bound is wide in low precision."""
+    """Returns whether values differ by more than two kernels' results can; the bound is looser in low precision."""
     slack = 1 if expected.dtype in (torch.float32, torch.float64) else LOW_PRECISION_SLACK
     return not float((actual - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
 

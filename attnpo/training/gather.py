@@ -1,4 +1,4 @@
-"""Collectives over the processes of a job: gathers plain values and the full policy of a sharded run."""
+"""Collectives across the processes of a job: gathers plain values and the full policy of a sharded run."""
 
 from typing import TypeVar
 

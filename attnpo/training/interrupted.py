@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """Raised when a signal stops a run; has the signal, the last optimiser step and the saved folder.
+    """Raised when a signal stops a run; records the signal, the last optimiser step and the saved folder.
 
     ``exit_status`` follows the shell convention: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1. ``advice``: how to
     continue the run; the default names the run.

@@ -28,7 +28,7 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def merge_metrics(folder: Path) -> list[Row]:
-    """Merges ``metrics.csv`` and later sessions (``logs/version_N``) into one row per step; writes and returns them.
+    """Merges ``metrics.csv`` and later sessions (``logs/version_N``) into one row per step; saves and returns the rows.
 
     If a resumed session repeats a step, its values replace the earlier ones.
     """

@@ -66,7 +66,7 @@ def model_card(
 
 
 def hub_metadata(facts: Facts) -> ModelCardData:
-    """Returns the Hub's metadata. Names base and data only if they are on the Hub, which rejects unknown names."""
+    """Returns the card's metadata. Names base and data only if they are on the Hub, which rejects unknown names."""
     method, hub, datasets = (facts.get("method", {}), *(facts.get(part, {}).get("hub") for part in ("base", "data")))
     names = [_component_name(part).lower() for part in (method.get("objective"), method.get("weights")) if part]
     return ModelCardData(

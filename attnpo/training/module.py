@@ -244,7 +244,7 @@ class PreferenceModule(L.LightningModule):
         return batch, policy, reference, output
 
     def _score_rows(self, rows: RowGroup, reads: frozenset[str]) -> tuple[TokenStats, TokenStats | None]:
-        """Returns the statistics ``reads`` for a row group: the policy's, and the reference's if it is among them."""
+        """Computes the statistics ``reads`` of a row group for the policy and, if requested, for the reference."""
         if rows.inputs is None:
             raise ValueError("the rows have no model inputs")
         read = (rows.inputs, rows.response_ids, rows.response_mask)
@@ -264,7 +264,7 @@ class PreferenceModule(L.LightningModule):
         if rows.reference_logps is not None and requests == {"logps"}:
             return TokenStats(logps=rows.reference_logps)
         if self.reference is None:
-            raise ValueError("the objective needs a reference, but neither a model nor stored log-probs exist")
+            raise ValueError("the objective needs a reference model or stored log-probs, but has neither")
         with torch.no_grad():
             stats: TokenStats = self.reference(rows.inputs, rows.response_ids, rows.response_mask, requests)
         return stats
@@ -487,7 +487,7 @@ def drop_frozen_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
 def check_checkpoint_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Raises ``UserError`` unless the checkpoint has all trained weights of ``module`` and no unknown weights."""
     if "trained" not in checkpoint:
-        raise UserError("resume: the file has no list of trained weights, so it is not a state.ckpt file of attnpo")
+        raise UserError("resume: the file has no list of trained weights, so it is not a state.ckpt of attnpo")
     saved = checkpoint["trained"]
     shapes = {name: list(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     needed = [name for name, value in module.named_parameters(remove_duplicate=False) if value.requires_grad]

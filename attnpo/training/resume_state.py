@@ -62,7 +62,7 @@ class ExactResume(L.Callback):
             return
         if len(self._random) != trainer.world_size:
             log.warning(
-                "the run was saved with %d processes and resumes with %d: random numbers (dropout) will differ",
+                "the run was saved with %d processes and is resumed with %d: random numbers (dropout) will differ",
                 len(self._random),
                 trainer.world_size,
             )

@@ -151,7 +151,7 @@ class CallbackSettings:
         if not self.monitor.startswith("val/"):
             raise UserError(
                 f"callbacks.monitor={self.monitor} is not a validation metric: expected val/NAME with NAME one of "
-                f"{', '.join(DIRECTIONS)}, or any other metric of validation, with callbacks.mode=min or max"
+                f"{', '.join(DIRECTIONS)}, or any other validation metric, with callbacks.mode=min or max"
             )
         if known is None and self.mode is None:
             raise UserError(

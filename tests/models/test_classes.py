@@ -80,7 +80,7 @@ def test_attention_with_something_beside_what_is_read_is_refused(
         return output * (1.0 if self.config._attn_implementation == "sdpa" or self.layer_idx != place else 0.5), maps
 
     monkeypatch.setattr(type(kernel), "forward", scaled)
-    with pytest.raises(UserError, match=rf"LlamaForCausalLM: layer {place + 1} gives other numbers when its "):
+    with pytest.raises(UserError, match=rf"LlamaForCausalLM: reading the attention of layer {place + 1} changes"):
         judge.read(PROMPTS, layers=[1], verdict=False)
 
 
