@@ -25,7 +25,7 @@ from attnpo.evaluation.alpaca_library import (
     download_data_file,
     download_hint,
 )
-from attnpo.evaluation.base import ModelAnswer, Question, Replies, RoundScores, match_answers, select_answered
+from attnpo.evaluation.base import ModelAnswer, Question, Replies, RoundScores, match_answers, select_answered_questions
 from attnpo.evaluation.chat import GradingCall
 from attnpo.evaluation.checkout import Checkout
 from attnpo.schema import Sampling, UserError
@@ -112,7 +112,7 @@ class AlpacaEval:
         Raises:
             ValueError: a reply belongs to a prompt that no question produces.
         """
-        questions = select_answered(self.questions(), answers)
+        questions = select_answered_questions(self.questions(), answers)
         compared = dict(
             zip((question.id for question in questions), self._pair_answers(answers, questions), strict=True)
         )

@@ -5,7 +5,7 @@ system prompts are constants in a Python file, which is parsed but never run.
 
 Differences from arena-hard-auto: the score is the exact weighted mean (there it is the mean of 100 resamples, or comes
 from a Bradley-Terry fit, which gives the same result if every model is only compared with the baseline); style control
-is not implemented; a judge that gives no verdict is not asked again (the 2024 code asks again). Verdicts with an
+is not implemented; a judge that returns no verdict is not asked again (the 2024 code asks again). Verdicts with an
 unknown label count as missing (the 2025 code crashes).
 
 There are two versions of the protocol. The 2025 one (196f6b8) upper-cases the judgment, uses the last verdict in it,
@@ -30,11 +30,11 @@ from attnpo.evaluation.base import (
     Replies,
     RoundScores,
     match_answers,
-    select_answered,
+    select_answered_questions,
     weighted_mean,
 )
 from attnpo.evaluation.chat import GradingCall
-from attnpo.evaluation.checkout import NAME, Checkout, grader_messages, read_constant
+from attnpo.evaluation.checkout import NAME, Checkout, build_grader_messages, read_constant
 from attnpo.schema import Sampling, UserError, check_at_least, check_choice
 
 log = logging.getLogger(__name__)
@@ -121,11 +121,11 @@ class ArenaHard:
         return _read_checkout(self.path, self.release, list(dict.fromkeys(self.figures.values())))
 
     def questions(self) -> Sequence[Question]:
-        """Returns the questions of the scored categories, in file order."""
+        """Returns the questions in the scored categories, in file order."""
         return self._files.questions
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns file digests and all options that can change a call or a score."""
+        """Returns file digests and all options that affect calls or scores."""
         return {
             "rules": RULES,
             "files": dict(self._files.digests),
@@ -154,7 +154,7 @@ class ArenaHard:
                         item=question.id,
                         part=part,
                         round=round_,
-                        messages=grader_messages(files.systems[question.category], files.template, values),
+                        messages=build_grader_messages(files.systems[question.category], files.template, values),
                         max_tokens=self.judge_max_tokens,
                         temperature=self.judge_temperature,
                     )
@@ -163,7 +163,7 @@ class ArenaHard:
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
         """Returns the win rates over the games in ``replies``, for the questions that have an answer."""
-        return self.grade_games(select_answered(self.questions(), answers), self._files.patterns, replies)
+        return self.grade_games(select_answered_questions(self.questions(), answers), self._files.patterns, replies)
 
     def grade_games(
         self, questions: Sequence[Question], patterns: Sequence[re.Pattern[str]], replies: Replies
@@ -293,7 +293,7 @@ def _read_judge_config(checkout: Checkout, name: str) -> tuple[str, tuple[re.Pat
 
 
 def _read_baseline_answers(checkout: Checkout, name: str, asked: Sequence[str]) -> dict[str, str]:
-    """Reads a baseline's answers to the questions ``asked``; as upstream, uses the last answer to each question."""
+    """Reads a baseline's answers to the questions ``asked``, using the last answer to each (as upstream does)."""
     rows = checkout.read_rows(name, {"uid": NAME, "messages": [..., {"content": {"answer": str}}]})
     found = {str(row["uid"]): row["messages"][-1]["content"]["answer"] for row in rows}
     if len(found) < len(rows):

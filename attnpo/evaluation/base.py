@@ -208,7 +208,7 @@ def match_answers(
     return [answers[question.id] for question in questions]
 
 
-def select_answered(questions: Sequence[Question], answers: Mapping[str, ModelAnswer]) -> list[Question]:
+def select_answered_questions(questions: Sequence[Question], answers: Mapping[str, ModelAnswer]) -> list[Question]:
     """Returns the questions that have an answer, in the benchmark's order."""
     return [question for question in questions if question.id in answers]
 

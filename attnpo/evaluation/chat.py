@@ -69,7 +69,7 @@ class ChatModel(Protocol):
         Sampling depends only on the seed, the conversation and the draw's index.
 
         Raises:
-            UserError: the backend cannot answer now; replies already yielded remain valid.
+            UserError: the backend is unable to answer; replies already yielded remain valid.
         """
 
 
@@ -190,7 +190,7 @@ class Grader(Protocol):
         """Checks everything that can be known before the first call, such as packages, API keys and model folders.
 
         Raises:
-            UserError: the grader cannot work.
+            UserError: the grader cannot be used.
         """
 
     def identity(self) -> dict[str, object]:

@@ -131,7 +131,7 @@ class Checkout:
         raise UserError(f"{self.key}={self.given}: {where} {problem} (looked in {self.folder}). {self.source}")
 
 
-def grader_messages(system: str, template: str, values: dict[str, str]) -> tuple[Message, ...]:
+def build_grader_messages(system: str, template: str, values: dict[str, str]) -> tuple[Message, ...]:
     """Builds the messages for a grader: the system message, unless empty, and the filled-in template."""
     before = (Message(role="system", content=system),) if system else ()
     return (*before, Message(role="user", content=template.format(**values)))

@@ -126,9 +126,9 @@ class ImplicitReward:
 
     ``reference``: the model that training started from. "auto" (also accepted by ``data.path``) uses the value from the
     run whose ``best/`` or ``last/`` is evaluated. ``accuracy`` sums log pi - log ref over the response's tokens;
-    ``accuracy_normalised`` takes the mean over these tokens. ``policy_alone`` and ``reference_alone`` rank by one
-    model's log-probabilities. ``gain`` is the paired difference in accuracy between the reward and the reference alone.
-    With ``reference: null`` there is no reward, and only ``policy_alone`` is reported.
+    ``accuracy_normalised`` averages over these tokens. ``policy_alone`` and ``reference_alone`` rank by one model's
+    log-probabilities. ``gain`` is the paired difference in accuracy between the reward and the reference alone. With
+    ``reference: null`` there is no reward, and only ``policy_alone`` is reported.
     """
 
     data: UnseenPairs

@@ -88,7 +88,7 @@ def seal_lines(rows: Iterable[Mapping[str, object]], of: str = "", ascii_only: b
 
 @dataclass(frozen=True)
 class JsonlStore(Generic[SomeRow]):
-    """File of rows at ``path``, to which several processes can write.
+    """Rows file at ``path`` that several processes can write to.
 
     Each process appends to its own part (the file itself if there is only one process), and the first process that
     finds no row missing merges the parts. In messages, ``noun`` is the word for the rows and ``instead`` the option

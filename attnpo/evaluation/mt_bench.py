@@ -24,11 +24,11 @@ from attnpo.evaluation.base import (
     Replies,
     RoundScores,
     match_answers,
-    select_answered,
+    select_answered_questions,
     weighted_mean,
 )
 from attnpo.evaluation.chat import GradingCall
-from attnpo.evaluation.checkout import NAME, Checkout, grader_messages
+from attnpo.evaluation.checkout import NAME, Checkout, build_grader_messages
 from attnpo.schema import Message, Sampling, UserError, check_at_least
 
 RULES = 1
@@ -119,7 +119,7 @@ class MTBench:
         return self._files.questions
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns file digests and all options that can change a call or a score."""
+        """Returns file digests and all options that affect calls or scores."""
         return {
             "rules": RULES,
             "files": dict(self._files.digests),
@@ -153,14 +153,14 @@ class MTBench:
         texts = {"question": question.turns, "answer": answer.turns, "ref_answer": references}
         for name, turns in texts.items():
             values |= {f"{name}_{number}": text for number, text in enumerate(turns, 1)}
-        return grader_messages(*self._files.prompts[question.category in self.with_reference, turn], values)
+        return build_grader_messages(*self._files.prompts[question.category in self.with_reference, turn], values)
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
         """Returns mean ratings over all valid judgments, for the questions that have an answer.
 
         Judgments are averaged directly, without averaging per question first; repeated gradings are included.
         """
-        return grade_ratings(select_answered(self.questions(), answers), tuple(self.temperatures), replies)
+        return grade_ratings(select_answered_questions(self.questions(), answers), tuple(self.temperatures), replies)
 
 
 def grade_ratings(questions: Sequence[Question], categories: Sequence[str], replies: Replies) -> RoundScores:

@@ -64,7 +64,7 @@ def score_rows(found: AnswerSet, scores: Sequence[float]) -> list[ScoreRow]:
     return [ScoreRow(id=found.id, draw=one.draw, score=at) for one, at in zip(found.answers, scores, strict=True)]
 
 
-def unranked_rows(found: AnswerSet, reason: str) -> list[ScoreRow]:
+def make_unranked_rows(found: AnswerSet, reason: str) -> list[ScoreRow]:
     """Returns rows without scores for a set that cannot be ranked."""
     return [ScoreRow(id=found.id, draw=one.draw, score=None, reason=reason) for one in found.answers]
 
@@ -81,7 +81,7 @@ class Ranker(Protocol):
         """Returns everything that affects the scores of ``sets``, apart from their text.
 
         Raises:
-            UserError: the ranker cannot work with these settings.
+            UserError: the ranker cannot be used with these settings.
         """
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:

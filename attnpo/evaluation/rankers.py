@@ -13,7 +13,7 @@ import torch
 
 from attnpo.evaluation.chat import Grader, GradingCall
 from attnpo.evaluation.local_chat import read_chat
-from attnpo.evaluation.pairs import AnswerSet, ScoreRow, score_rows, unranked_rows
+from attnpo.evaluation.pairs import AnswerSet, ScoreRow, make_unranked_rows, score_rows
 from attnpo.evaluation.pairwise import Comparison, PairwiseRules
 from attnpo.evaluation.session import GradingLimits
 from attnpo.judge.prompts import question_text
@@ -113,7 +113,7 @@ def _score_by_win_rate(found: AnswerSet, chances: dict[str, float]) -> list[Scor
         won[one.draw] += chance
         won[other.draw] += 1 - chance
     if any(math.isnan(value) for value in won.values()):
-        return unranked_rows(found, "the judge gave no verdict in both orders")
+        return make_unranked_rows(found, "the judge gave no verdict in both orders")
     return score_rows(found, [value / (len(won) - 1) for value in won.values()])
 
 
@@ -179,11 +179,11 @@ class RewardRanker:
             try:
                 both = [self._chat.encode(one.prompt, answer.text) for answer in one.answers]
             except RefusedText as problem:
-                rows += unranked_rows(one, problem.reason)
+                rows += make_unranked_rows(one, problem.reason)
                 continue
             ids = [item.prompt_ids + item.response_ids for item in both]
             if max(map(len, ids)) > self.max_length:
-                rows += unranked_rows(one, f"a conversation is longer than ranker.max_length={self.max_length}")
+                rows += make_unranked_rows(one, f"a conversation is longer than ranker.max_length={self.max_length}")
             else:
                 shown.append((one, ids))
         try:
@@ -195,13 +195,13 @@ class RewardRanker:
         for one, each in shown:
             values = [next(rewards) for _ in each]
             fine = all(math.isfinite(value) for value in values)
-            rows += score_rows(one, values) if fine else unranked_rows(one, "the reward is no number")
+            rows += score_rows(one, values) if fine else make_unranked_rows(one, "the reward is no number")
         return rows
 
 
 @dataclass(frozen=True)
 class ColumnRanker:
-    """Ranker that reads scores from a data column; a prompt is left unranked if any answer has none."""
+    """Ranker that reads scores from a data column; a prompt is left unranked if an answer has no score."""
 
     column: str
     higher_is_better: bool = True
@@ -236,7 +236,7 @@ class ColumnRanker:
             values = [_parse_number(answer.extra.get(self.column)) for answer in one.answers]
             numbers = [sign * value for value in values if value is not None]
             whole = len(numbers) == len(values)
-            rows += score_rows(one, numbers) if whole else unranked_rows(one, f"no number in column {self.column}")
+            rows += score_rows(one, numbers) if whole else make_unranked_rows(one, f"no number in column {self.column}")
         yield rows
 
 

@@ -115,11 +115,11 @@ def _score_row(score: BenchmarkScore) -> list[Cell]:
     name = score.name + DIRECTIONS[score.higher_is_better]
     if math.isnan(score.mean):
         return [name, NONE, NONE, interval, grading, score.questions]
-    rounds = rounds_text(score, DIGITS) or NONE
+    rounds = format_rounds(score, DIGITS) or NONE
     return [name, round_half_up(score.mean, DIGITS), rounds, interval, grading, score.questions]
 
 
-def rounds_text(score: BenchmarkScore, digits: int) -> str:
+def format_rounds(score: BenchmarkScore, digits: int) -> str:
     """Formats both half widths over rounds as ``± 1.57 (t 3.45)``, the second from Student's t; empty for one round."""
     normal, student = half_widths(score.rounds)
     if normal is None or student is None:

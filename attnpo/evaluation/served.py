@@ -68,7 +68,7 @@ def open_client(base_url: str, key: str, timeout: float, retries: int, connectio
 
 
 def _limit_total_time(seconds: float, send: Callable[_P, "httpx2.Response"]) -> Callable[_P, "httpx2.Response"]:
-    """Limits the total time of a reply, because a read timeout restarts with every byte received."""
+    """Limits the total time for a reply, because a read timeout restarts with each byte received."""
     from httpx2 import ReadTimeout
 
     def send_in_time(*args: _P.args, **kwargs: _P.kwargs) -> "httpx2.Response":

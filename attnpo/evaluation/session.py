@@ -312,7 +312,7 @@ class _Session:
         estimated = sum(reply.estimated for reply in asked.replies.values())
         if estimated:
             log.warning(
-                "%d of %d replies have no token counts (usage): their cost is an upper bound from input counts and "
+                "%d of %d replies have no token counts (usage): their cost is an upper bound based on input counts and "
                 "maximum output",
                 *(estimated, len(asked.replies)),
             )

@@ -29,7 +29,7 @@ from attnpo.display.printed import (
 from attnpo.display.tables import Cell, format_fixed, round_half_up
 from attnpo.evaluation.base import BenchmarkScore
 from attnpo.evaluation.intervals import average_ranks
-from attnpo.evaluation.result import RESULT, EvaluationResult, read_result, rounds_text
+from attnpo.evaluation.result import RESULT, EvaluationResult, format_rounds, read_result
 from attnpo.evaluation.spreads import grading_noise, half_widths
 from attnpo.lab.reports.folder_report import MODELS, normalize_name, row_model
 from attnpo.lab.reports.output import publish_report
@@ -396,7 +396,7 @@ def main_tables(board: Leaderboard) -> list[KeyedTable]:
                 mean = figure.printed_values[label]
                 text = f"{mean:.{figure.digits}f}"
                 told[name] = f"{text}*" if (label, figure.benchmark) in odd else mean
-                words[name] = f"{text} {rounds_text(score, figure.digits)}".rstrip()
+                words[name] = f"{text} {format_rounds(score, figure.digits)}".rstrip()
         rank = ranks.get(label)
         near = None if rank is None else round_half_up(rank, DECIMALS)
         for rows, cells, last in zip(tables, (full, told, wide, words), (rank, near, rank, near), strict=True):

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from attnpo.evaluation.base import ModelAnswer, Question, Replies, RoundScores, match_answers, select_answered
+from attnpo.evaluation.base import ModelAnswer, Question, Replies, RoundScores, match_answers, select_answered_questions
 from attnpo.evaluation.chat import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.evaluation.pairwise import Comparison, PairwiseRules
 from attnpo.lab.testbed.grammar import Grammar
@@ -131,7 +131,7 @@ class TestbedBenchmark:
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
         """Computes the scores of one round's answers."""
-        asked = select_answered(self.questions(), answers)
+        asked = select_answered_questions(self.questions(), answers)
         reviews = ((question, answers[question.id].turns[0]) for question in asked)
         rewards = np.array([self.grammar.true_reward(text, question.category).reward for question, text in reviews])
         items = tuple(question.id for question in asked)
