@@ -515,7 +515,7 @@ class JudgePromptBuilder:
         place = locate_answer_in_rendered_turn(full, self._frame, text)
         if place is None:
             raise UserError(
-                "the chat template does more to a user message than trim whitespace at its ends, so the "
+                "the chat template changes a user message beyond trimming whitespace at its ends, so the "
                 "responses cannot be located in it: set model.chat_template to another template"
             )
         return full + prefill, place[1] - place[0], place[1], place[2]

@@ -94,7 +94,7 @@ def test_a_layer_without_attention_names_those_with_some(made: Made, attempts: A
         message = attempts.weigh(override, world=world).refused()
         assert (
             "=3: this layer of the judge has no readable softmax attention" in message
-            and "one of the layers 2, 4" in message
+            and "one of the layers with attention (2, 4)" in message
         )
     message = attempts.weigh("weights=rollout", world=world).refused()
     assert (

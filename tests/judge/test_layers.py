@@ -74,7 +74,8 @@ def test_hybrids_count_layers_with_attention() -> None:
     assert resolve_layer("last", Depth(12, (4, 8))) == 8
     assert max(Depth(4), depth) is depth and layers_with_attention(pickle.loads(pickle.dumps(depth))) == (4, 8, 12)
     with pytest.raises(
-        UserError, match=r"weights\.layer=5: .* has no readable softmax attention.*one of the layers 4, 8, 12"
+        UserError,
+        match=r"weights\.layer=5: .* has no readable softmax attention.*one of the layers with attention \(4, 8, 12\)",
     ):
         resolve_layer(5, depth)
     with pytest.raises(UserError, match="expected one of the layers with attention \\(4, 8, 12\\)"):

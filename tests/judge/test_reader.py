@@ -115,7 +115,7 @@ def test_layers_out_of_range_name_the_range(tiny: Build) -> None:
     judge = CausalJudge(tiny("llama"))
     assert isinstance(judge, JudgeModel) and judge.num_layers == 4
     for layer in (0, 5, -1):
-        with pytest.raises(UserError, match=rf"layer {layer} is not in 1\.\.4"):
+        with pytest.raises(UserError, match=rf"layer {layer} is out of range: this judge has layers 1\.\.4"):
             judge.read(IDS, layers=[1, layer])
     with pytest.raises(UserError, match="judge prompt 1 has no token"):
         judge.read([[3], []], layers=[1])

@@ -66,7 +66,7 @@ def test_what_closes_a_trace_by_itself_is_refused(formats: Formats, rules: Judge
     assert off != CHATML != on
     thinks = replace(rules, trace=THINKS)
     JudgePromptBuilder(thinks, formats("gpt2_chatml", on))
-    with pytest.raises(UserError, match=r"prompt ends in .*judge\.trace\.until='</think>'.*chat_template_kwa"):
+    with pytest.raises(UserError, match=r"prompt ends with .*judge\.trace\.until='</think>'.*chat_template_kwa"):
         JudgePromptBuilder(thinks, formats("gpt2_chatml", off))
     plain = Path(rules.template_file).with_name("plain.txt")
     plain.write_text(f"{WORDING}</think>\n")
