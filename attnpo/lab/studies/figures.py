@@ -1,4 +1,4 @@
-"""Figures of a study, with one colour per arm, and the comparison of arms without a known true reward."""
+"""Figures of a study, with one colour per arm, and the comparison of arms if the true reward is unknown."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ Number = Callable[[RunResult], float]
 
 
 def assign_arm_styles(outcome: Outcome) -> dict[str, ArmStyle]:
-    """Returns the colour and markers of every arm, used in all worlds and figures."""
+    """Assigns each arm a colour and markers, used in all worlds and figures."""
     study = outcome.study
     altered = [
         arm.name
@@ -47,7 +47,7 @@ def assign_arm_styles(outcome: Outcome) -> dict[str, ArmStyle]:
 
 
 def base_score_interval(point: PointResults) -> ScoreInterval:
-    """Returns the base's mean reward on test prompts, with an interval if its rewards were stored."""
+    """Returns the base model's mean reward on test prompts, with an interval if its rewards were stored."""
     rows = [scores.base_rewards for scores in point.truth_scores("test")]
     kept = [row for row in rows if row is not None]
     mean = point.mean_truth_score("test", "base_reward")
@@ -58,7 +58,7 @@ def base_score_interval(point: PointResults) -> ScoreInterval:
 
 
 def to_score_interval(found: Interval | None) -> ScoreInterval:
-    """Converts a mean with its interval to the type that figures take; all values are NaN for None."""
+    """Converts an interval to the type used in figures; None becomes NaN."""
     return ScoreInterval(math.nan) if found is None else ScoreInterval(found.mean, found.low, found.high)
 
 
@@ -99,7 +99,7 @@ def _draw_over_layers(
     ylabel: str,
     title: str,
 ) -> bool:
-    """Draws single-layer arms as a curve, other arms as horizontal lines; returns False for fewer than two layers."""
+    """Draws single-layer arms as a curve and other arms as horizontal lines; returns False below two layers."""
     layer_of = {arm.name: arm.layer for arm in outcome.arms if arm.world == world and arm.layer is not None}
     layers = [
         LayerPoint(layer_of[row], level.score, level.low, level.high, row)
@@ -114,9 +114,9 @@ def _draw_over_layers(
 
 
 def study_figures(outcome: Outcome) -> list[Image]:
-    """Draws the study's figures to its folder: rewards and KL of the arms, reward against KL, and curves over layers.
+    """Draws the study's figures and saves them in its folder: arms' rewards and KL, reward against KL, layer curves.
 
-    Figures of rewards need a known true reward. Every world has its own figures.
+    Figures of rewards require a known true reward. Each world has its own figures.
     """
     looks, axis = assign_arm_styles(outcome), outcome.study.world_axis
     over_layers = [image for world in outcome.worlds for image in benchmark_layer_figures(outcome, world, looks)]
@@ -127,7 +127,7 @@ def study_figures(outcome: Outcome) -> list[Image]:
 
 
 def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: ArmStyles) -> Image:
-    """Draws the differences to the control along the axis of worlds, one panel per KL level."""
+    """Draws the arms' differences from the control along the world axis, one panel per KL level."""
     found = {world: arms_at_levels(outcome, world) for world in axis.at}
     scale = sorted(axis.at.items(), key=lambda item: item[1])
     panels = {
@@ -151,8 +151,8 @@ def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: ArmStyles) -> Image:
     )
     return Image(
         path,
-        f"difference of true reward to {outcome.study.control} at equal KL over {axis.label}, with 95 % intervals; "
-        "hollow: not at equal KL, because the path of an arm ends below this KL or has no point near it",
+        f"difference in true reward from {outcome.study.control} at equal KL over {axis.label}, with 95 % intervals; "
+        "hollow: not at equal KL, because an arm's path ends below this KL or has no point near it",
     )
 
 
@@ -174,7 +174,7 @@ def _world_figures(outcome: Outcome, world: str, looks: ArmStyles) -> Iterator[I
             ArmPanel("KL to the base", "nats", kls, moved),
         ],
         _figure_path(outcome, "arms", world),
-        title=f"{title}: each arm at the point chosen on validation",
+        title=f"{title}: each arm at the point selected on validation",
         note="bars: 95 % intervals; small marks: other grid points",
         control=outcome.study.control,
         looks=looks,
@@ -205,9 +205,7 @@ def _world_figures(outcome: Outcome, world: str, looks: ArmStyles) -> Iterator[I
             title=f"{title}: reward against KL",
             looks=looks,
         )
-        told = (
-            "ringed: chosen on validation; bars: 95 % intervals over seeds and prompts; dotted line and band: the base"
-        )
+        told = "ringed: selected on validation; bars: 95 % intervals over seeds and prompts; dotted line and band: base"
         yield Image(path, f"true reward on test prompts against KL to the base{_world_suffix(world)}; {told}")
     path, title = _figure_path(outcome, "layers", world), f"{title}: each arm at its best point"
     levels = {**levels, BASE_ROW: base}
@@ -217,7 +215,7 @@ def _world_figures(outcome: Outcome, world: str, looks: ArmStyles) -> Iterator[I
 
 
 def split_arms_into_figures(arms: Sequence[str], control: str | None) -> list[list[str]]:
-    """Splits the arms over several figures to keep each readable; the control is in every figure."""
+    """Splits the arms across several figures to keep them readable; each figure includes the control."""
     if len(arms) <= MOST:
         return [list(arms)]
     shared = [arm for arm in arms if arm == control]
@@ -227,16 +225,16 @@ def split_arms_into_figures(arms: Sequence[str], control: str | None) -> list[li
 
 
 def benchmark_layer_figures(outcome: Outcome, world: str, looks: ArmStyles) -> Iterator[Image]:
-    """Yields one figure per benchmark with the score by layer; none if the study has no single-layer arms."""
+    """Yields a figure of the score by layer for each benchmark; none if the study has no single-layer arms."""
     for name, rows in outcome.benchmarks.items():
         scored = {row: score for (at, row), score in rows.items() if at == world and not score.failure_text}
         levels = {row: ScoreInterval(score.mean, *score.interval_bounds) for row, score in scored.items()}
         path = _figure_path(outcome, f"layers-{safe_filename(name)}", world)
-        title = f"{_figure_title(outcome, world)}: {name}, each arm at its chosen point"
+        title = f"{_figure_title(outcome, world)}: {name}, each arm at its best point"
         ylabel = f"{name} ({scored[next(iter(scored))].name})" if scored else name
         if _draw_over_layers(outcome, world, levels, path, looks, ylabel=ylabel, title=title):
             bars = "seeds" if any(score.half_width is not None for score in scored.values()) else "questions"
-            told = f"each at its chosen grid point, with 95 % intervals over {bars}"
+            told = f"each at its best grid point, with 95 % intervals over {bars}"
             yield Image(path, f"{name} by layer{_world_suffix(world)}, {told}")
 
 
@@ -244,17 +242,17 @@ def benchmark_layer_figures(outcome: Outcome, world: str, looks: ArmStyles) -> I
 
 
 WHY = (
-    "There is no known true reward here. Losses, margins and accuracies of different arms cannot be compared, because "
+    "The true reward is not known here. Losses, margins and accuracies of different arms cannot be compared, because "
     "each is computed with the arm's own weights and beta. Two measures on validation pairs can be compared: the "
     "unweighted margin in nats (the gain in log-probability of the chosen response minus that of the rejected one, "
     "summed over all tokens without weights and beta), and the unweighted accuracy (the share of pairs with a margin "
-    "above 0). Neither shows that answers became better: margins grow with the distance from the base, so read them "
+    "above 0). Neither shows that responses improved: margins grow with the distance from the base, so read them "
     "together with the KL."
 )
 NOTES = {
     "accuracy": "share of validation pairs whose chosen response gained more log-probability than the rejected one, "
     "summed over all tokens without weights; 0.5 is chance",
-    "margin": "mean over validation pairs of the difference between these gains, in nats, without weights and beta",
+    "margin": "difference between these gains in nats, without weights and beta, averaged over validation pairs",
     "KL": "nats per response from policy to base over the whole vocabulary, on validation pairs",
 }
 
@@ -265,7 +263,7 @@ def unweighted_accuracy(result: RunResult) -> float:
 
 
 def unweighted_margin(result: RunResult) -> float:
-    """Returns the unweighted margin on validation pairs in nats, from the run's drift, else from its metrics."""
+    """Returns the unweighted margin on validation pairs in nats, from the run's drift if measured, else its metrics."""
     measured = [result.drift_value(f"displacement/validation_{side}") for side in SIDES]
     if not all(map(math.isfinite, measured)):
         logged = result.metrics
@@ -286,13 +284,13 @@ AXES = {
     "margin": ("unweighted margin", "nats, chosen minus rejected"),
     "KL": ("KL to the base", "nats per response"),
 }
-Known = Mapping[str, Mapping[str, Interval | None]]  # by measure and arm, for measures that any chosen point has
+Known = Mapping[str, Mapping[str, Interval | None]]  # by measure and arm, for measures that any best point has
 
 
 def unweighted_section(outcome: Outcome, looks: ArmStyles) -> list[Section]:
-    """Compares arms without a known true reward: unweighted accuracy, margin and KL, as a table and figures.
+    """Compares arms when the true reward is unknown: unweighted accuracy, margin and KL, as a table and figures.
 
-    Returns only an explanation if no run measured these, and nothing if there are no points.
+    Returns only an explanation if no run measured these, and an empty list if there are no points.
     """
     found: dict[str, tuple[Mapping[str, PointResults], Known]] = {}
     for world in outcome.worlds:
@@ -313,7 +311,7 @@ def unweighted_section(outcome: Outcome, looks: ArmStyles) -> list[Section]:
         for world, (best, known) in found.items()
         for image in (_unweighted_figures(outcome, world, best, known, looks) if known else ())
     ]
-    paired = f"the difference to {outcome.study.control}, paired by seed, with its 95 % interval"
+    paired = f"difference from {outcome.study.control}, paired by seed, with its 95 % interval"
     told = {"95 %": "interval of the accuracy over seeds", "95 % ": "interval of the margin over seeds"}
     told |= {f"{name} minus {outcome.study.control}": paired for name in ("accuracy", "margin")}
     table = TableBlock(column_names(rows), rows, digits={"KL": 2}, notes={**NOTES, **told})
@@ -366,12 +364,12 @@ def _unweighted_figures(
         control=outcome.study.control,
         looks=looks,
     )
-    caption = "unweighted accuracy, margin and KL on validation pairs, each arm at its chosen point"
+    caption = "unweighted accuracy, margin and KL on validation pairs, each arm at its best point"
     yield Image(path, f"{caption}{_world_suffix(world)}; the band is the control's interval")
     first = next(iter(known))
     shown = {arm: found for arm, found in known[first].items() if found is not None or best[arm].arm.layer is None}
     levels = {arm: to_score_interval(found) for arm, found in shown.items()}
-    path, title = _figure_path(outcome, "yardstick-layers", world), f"{named}: each arm at its chosen point"
+    path, title = _figure_path(outcome, "yardstick-layers", world), f"{named}: each arm at its best point"
     if _draw_over_layers(outcome, world, levels, path, looks, ylabel=AXES[first][0], title=title):
         yield Image(
             path, f"{AXES[first][0]} on validation pairs by layer{_world_suffix(world)}, with 95 % intervals over seeds"

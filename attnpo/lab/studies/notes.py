@@ -1,4 +1,4 @@
-"""Texts of a study's report: warnings above the table, footnotes below it, the conclusion and the next commands."""
+"""Text of a study's report: warnings above the table, footnotes below it, the conclusion and suggested commands."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +20,14 @@ from attnpo.weights.arrival import KEPT_MASS
 
 NO_CONTROL = (
     "WARNING: there is no control that keeps the sharpness of the weights but destroys their placement "
-    "(transform=shuffled), so a better result does not show its cause; experiment=controls has all controls"
+    "(transform=shuffled), so the cause of a better result is unclear; experiment=controls has all controls"
 )
 
 
 def study_warnings(outcome: Outcome) -> list[str]:
-    """Returns warnings on the main table: a missing control, a single arm, failed training, or unregistered settings.
+    """Returns warnings about the main table: a missing control, a single arm, failed training, unregistered settings.
 
-    They include the warnings that the study collected while it ran.
+    Includes the warnings collected while the study ran.
     """
     study, out = outcome.study, []
     names = dict.fromkeys(arm.name for arm in outcome.arms)
@@ -52,20 +52,20 @@ def study_warnings(outcome: Outcome) -> list[str]:
 
 
 def _is_control(outcome: Outcome, arm: Arm) -> bool:
-    """Returns whether an arm is an additional control, with transformed weights or true importance as weights."""
+    """Returns whether an arm is an additional control: one with transformed weights or with true importance."""
     changed = any(override_key(item) == "transform" and not item.endswith("=null") for item in arm.overrides)
     return arm.name in outcome.study.truth_arms or (changed and arm.name != outcome.study.control)
 
 
 def training_warnings(best: Mapping[str, PointResults]) -> Iterator[str]:
-    """Yields warnings for arms whose chosen point left the model unchanged or destroyed it, in any seed."""
+    """Yields warnings for arms whose best point left the model unchanged or destroyed it, for any seed."""
     for name, point in best.items():
         for text in dict.fromkeys(result.training_warning for result in point.results if result.training_warning):
             yield f"WARNING: {name}: {text}"
 
 
 def footnotes(outcome: Outcome) -> list[str]:
-    """Returns the footnotes of the main table: seeds, choice of points, grids, digest, judges, costs and failures."""
+    """Returns the main table's footnotes: seeds, point selection, grids, digest, judges, costs and failures."""
     seeds = sorted({point.seed for point, _ in outcome.points})
     lost = [str(seed) for seed in outcome.seeds if seed not in seeds]
     without = f" (none for seed {', '.join(lost)})" if lost else ""
@@ -93,13 +93,13 @@ def footnotes(outcome: Outcome) -> list[str]:
 
 
 def selection_note(outcome: Outcome) -> str:
-    """Returns a note on how the shown point of each arm was chosen, and which data the scores come from."""
+    """Returns a note on how each arm's point was selected, and which data the scores come from."""
     one = all(len((arm.grid or outcome.study.grid).point_overrides()) == 1 for arm in outcome.arms)
     if outcome.has_truth:
-        tuned = f"points chosen on validation prompts with KL up to {outcome.study.kl_limit:g}"
+        tuned = f"points selected on validation prompts with KL up to {outcome.study.kl_limit:g}"
         shown = f"reward and intervals are on {'' if one else 'other, '}held-out test prompts"
         return f"{'one point per arm, nothing tuned' if one else tuned}; {shown}"
-    chosen = "one point per arm" if one else "points chosen by validation accuracy"
+    chosen = "one point per arm" if one else "points selected by validation accuracy"
     return (
         f"{chosen}; scores are on the same validation pairs and therefore slightly optimistic; chosen tokens and "
         "rejected tokens are median lengths of the training responses"
@@ -107,12 +107,12 @@ def selection_note(outcome: Outcome) -> str:
 
 
 def _grid_notes(outcome: Outcome) -> Iterator[str]:
-    """Yields a note on the shared grid, if any arm uses it, and one per group of arms whose own grids are equal."""
+    """Yields a note on the shared grid, if any arm uses it, and one for each group of arms with identical grids."""
     study = outcome.study
     arms = dict.fromkeys(arm.name if arm.layer is None else study.layer_arm for arm in outcome.arms)
     own = {name: grid for name, grid in study.grids.items() if grid != study.grid}
     if not own or any(name not in own for name in arms):
-        yield f"grid of every arm{' except those listed next' if own else ''}: {study.grid}"
+        yield f"grid of all arms{' except those listed next' if own else ''}: {study.grid}"
     alike: dict[str, list[str]] = {}
     for name, grid in own.items():
         said = f" ({grid.origin})" if grid.origin else ", whose beta has a different unit" if not grid.keys else ""
@@ -122,7 +122,7 @@ def _grid_notes(outcome: Outcome) -> Iterator[str]:
 
 
 def _incomplete_points_note(outcome: Outcome) -> Iterator[str]:
-    """Yields a note on grid points that could not be chosen because they have fewer seeds than others of their arm."""
+    """Yields a note on grid points that could not be selected, having fewer seeds than others of the same arm."""
     ran = dict.fromkeys((point.arm.label, point.values) for point, _ in (*outcome.points, *outcome.failed))
     parts = []
     for world in outcome.worlds:
@@ -135,11 +135,11 @@ def _incomplete_points_note(outcome: Outcome) -> Iterator[str]:
                 if of == label and points and have.get(values, 0) < max(have.values())
             ]
     if parts:
-        yield f"grid points that could not be chosen, because some of their seeds are missing: {', '.join(parts)}"
+        yield f"grid points that could not be selected, because some of their seeds are missing: {', '.join(parts)}"
 
 
 def _grid_edge_note(outcome: Outcome) -> Iterator[str]:
-    """Yields a note on chosen points at the edge of their grid, since a wider grid might have a better point."""
+    """Yields a note on selected points at the edge of their grid, since a wider grid might contain a better one."""
     parts = [
         f"{name_in_world(world, name)} ({', '.join(edges)})"
         for world in outcome.worlds
@@ -147,11 +147,11 @@ def _grid_edge_note(outcome: Outcome) -> Iterator[str]:
         if (edges := edge_axes(point, (point.arm.grid or outcome.study.grid)))
     ]
     if parts:
-        yield f"at the edge of the grid, so a wider grid might have a better point: {', '.join(parts)}"
+        yield f"selected at the edge of the grid; a wider grid might contain a better point: {', '.join(parts)}"
 
 
 def edge_axes(point: PointResults, grid: Grid) -> list[str]:
-    """Returns the grid axes on which a point has the smallest or largest of three or more values, as "beta 0.03"."""
+    """Returns the axes (e.g. "beta 0.03") on which a point has the smallest or largest of three or more grid values."""
     given = dict(value.split("=", 1) for value in point.values)
     found = []
     for key, values in grid.axes.items():
@@ -168,13 +168,13 @@ def _judge_notes(outcome: Outcome) -> Iterator[str]:
         pairs, rounds, orders, other = (f"{100 * result.input('judge', name):.1f} %" for name in parts)
         yield (
             f"{where}, on the study's pairs: {pairs} of verdicts agree with the labels (mean of both orders), {rounds} "
-            f"of those in a single order; the two orders agree in {orders} of pairs; {other} of verdicts name neither "
+            f"in a single order; the two orders agree on {orders} of pairs; {other} of verdicts name neither "
             f"label"
         )
 
 
 def _lost_weight_warnings(outcome: Outcome) -> Iterator[str]:
-    """Yields a warning on arms that lost much weight when the judge's tokens were aligned with the training tokens."""
+    """Yields a warning about arms that lost much weight when judge tokens were aligned with training tokens."""
     arms: dict[str, list[RunResult]] = {}
     for point, result in outcome.points:
         if "warning" in result.split("train"):
@@ -185,14 +185,14 @@ def _lost_weight_warnings(outcome: Outcome) -> Iterator[str]:
     ]
     if parts:
         yield (
-            "WARNING: much weight was lost in the alignment with training tokens; share of the weight kept in chosen "
+            "WARNING: much weight was lost when aligning with the training tokens; share of the weight kept in chosen "
             "and in rejected "
             f"responses: {', '.join(parts)}; the log and report.html of a run suggest remedies"
         )
 
 
 def _results_by_judge(outcome: Outcome) -> Iterator[tuple[str, RunResult]]:
-    """Yields a label per judge (arms, world and seed) with a run result that has the judge's statistics."""
+    """Yields a label for each judge (arms, world and seed) and a run result that contains its statistics."""
     judged: dict[tuple[str, int], list[tuple[RunResult, list[str]]]] = {}
     for point, result in outcome.points:
         if not result.judge:
@@ -215,7 +215,7 @@ def _cost_note(outcome: Outcome) -> Iterator[str]:
     spent = {words: [cost[name] for cost in outcome.costs.values() if name in cost] for name, words in names.items()}
     parts = [f"{words} {fmean(values):.1f} s (mean of {len(values)})" for words, values in spent.items() if values]
     if parts:
-        yield f"spent once for all arms and not included in s/run: {', '.join(parts)}"
+        yield f"spent once for all arms, not included in s/run: {', '.join(parts)}"
 
 
 def _failure_notes(outcome: Outcome) -> Iterator[str]:
@@ -236,7 +236,7 @@ GROUPS = {"helps": "better than", "harms": "worse than", "no clear difference": 
 
 
 def conclusion_lines(composed: Composition, outcome: Outcome) -> Iterator[str]:
-    """Yields the lines that conclude a study: its result, then up to three commands for the next steps."""
+    """Yields a study's concluding lines: its result, then up to three commands to run next."""
     yield "result:"
     for world in outcome.worlds:
         for text in describe_result(outcome, world):
@@ -247,7 +247,7 @@ def conclusion_lines(composed: Composition, outcome: Outcome) -> Iterator[str]:
 
 
 def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
-    """Yields sentences that compare a world's arms with the control; makes no claim without a known true reward."""
+    """Yields sentences that compare a world's arms with the control; claims nothing if the true reward is unknown."""
     best, control = outcome.best_points(world), outcome.study.control
     if not best:
         yield "no arm has results"
@@ -277,11 +277,11 @@ def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
         yield f"no arm can be compared with {control}"
     elif all(len(points) == 1 for points in outcome.points_by_arm(world).values()):
         apart = ", ".join(f"{name} {point.mean_truth_score('test', 'kl'):.2f}" for name, point in best.items())
-        yield f"every arm has one point and nothing is tuned; KLs to the base differ ({apart}), so KL is not equal"
+        yield f"each arm has one point and nothing is tuned; KL to the base differs ({apart}), so KL is not equal"
     elif sum(map(len, found.values())) > 1:
         moved = [point.mean_truth_score("test", "kl") for point in best.values()]
         yield (
-            f"each arm is at its best point; KLs to the base differ ({min(moved):.2f} to {max(moved):.2f}), see the "
+            f"each arm is at its best point; KL to the base differs ({min(moved):.2f} to {max(moved):.2f}), see the "
             "tables at equal KL; not corrected for the number of arms"
         )
     if len(outcome.seeds) == 1:
@@ -289,7 +289,7 @@ def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
 
 
 def next_commands(composed: Composition, outcome: Outcome) -> list[str]:
-    """Returns commands that report on the study, run it with more seeds, and run another study on the same setting."""
+    """Returns commands that report on the study, run it with more seeds, and run another study in the same setting."""
     seeds = len(outcome.seeds)
     more = 5 if seeds < 5 else seeds + 5
     other = "controls" if outcome.study.name != "controls" else "layer_sweep"

@@ -1,7 +1,7 @@
-"""Results of a study by arm and grid point, the choice of each arm's best point, and rewards at a given KL.
+"""Results of a study by arm and grid point, selection of each arm's best point, and rewards at a given KL.
 
-Points are chosen on validation data only. To compare arms at equal KL, the points of a seed are sorted by their KL on
-test prompts and filtered by their rewards on validation prompts.
+Points are selected on validation data only. To compare arms at equal KL, each seed's points are sorted by KL on test
+prompts and filtered by reward on validation prompts.
 """
 
 import itertools
@@ -34,8 +34,8 @@ class RowScore:
     ``name``: the benchmark's main score. ``seeds``: number of planned evaluations; failed ones have no entry in
     ``values``. ``interval``: 95 % interval over questions, for a single evaluation. ``grading``: standard deviation of
     the mean when the same answers are graded again. ``rounds``: rounds of generation. ``questions``: number of
-    questions. ``counts``: missing or replaced answers by reason, over all seeds. ``higher_is_better``: direction of the
-    score, None if unknown.
+    questions. ``counts``: number of missing or replaced answers, by reason, over all seeds. ``higher_is_better``: None
+    if unknown.
     """
 
     name: str = ""
@@ -50,7 +50,7 @@ class RowScore:
 
     @property
     def failure_text(self) -> str:
-        """Returns the table cell of a row with failed evaluations; empty if none failed."""
+        """Returns the table cell for a row with failed evaluations; empty if none failed."""
         lacking = self.seeds - len(self.values)
         if not lacking:
             return ""
@@ -63,7 +63,7 @@ class RowScore:
 
     @property
     def half_width(self) -> float | None:
-        """Returns the half width of the mean's 95 % interval over seeds (Student's t); None below two seeds."""
+        """Returns half the width of the mean's 95 % interval over seeds (Student's t); None for a single seed."""
         count = len(self.values)
         if self.failure_text or count < 2:
             return None
@@ -71,7 +71,7 @@ class RowScore:
 
     @property
     def interval_bounds(self) -> tuple[float, float]:
-        """Returns the ends of the interval over seeds, else over questions; NaN if there is neither."""
+        """Returns the bounds of the interval over seeds, else over questions; NaN if there is neither."""
         width = self.half_width
         if width is not None:
             return self.mean - width, self.mean + width
@@ -80,7 +80,7 @@ class RowScore:
 
 @dataclass(frozen=True)
 class SourceCost:
-    """Cost of computing an arm's weights, in model passes that training itself does not need.
+    """Cost of computing an arm's weights, on top of ordinary training.
 
     ``once``: sequences per pair that models process before training, which takes ``seconds`` per pair (None if
     unknown). ``again``: sequences per pair that need an extra forward and backward pass in every training step.
@@ -95,9 +95,9 @@ class SourceCost:
 
 @dataclass(frozen=True)
 class ScorerRun:
-    """Trained scorer: its model folder, the result of its run, and the training passes per pair, in sequences.
+    """Trained scorer: its model folder, its run's result, and the number of sequences per pair in training.
 
-    ``forwards`` includes passes through the reference model; validation is not counted.
+    ``forwards`` includes the reference model's forward passes; validation is not counted.
     """
 
     model: Path
@@ -127,7 +127,7 @@ class PointResults:
         return known
 
     def mean_truth_score(self, split: str, name: str) -> float:
-        """Returns the mean over seeds of a true-reward score."""
+        """Returns a true-reward score, averaged over seeds."""
         return float(np.mean([scores.numbers[name] for scores in self.truth_scores(split)]))
 
     @property
@@ -141,33 +141,33 @@ class PointResults:
         return mean_interval(self.rewards)
 
     def mean_metric(self, name: str) -> float:
-        """Returns the mean over seeds of a metric's last logged value; NaN if missing."""
+        """Returns a metric's last logged value, averaged over seeds; NaN if missing."""
         return float(np.mean([result.metrics.get(name, math.nan) for result in self.results]))
 
     def mean_drift(self, name: str) -> float:
-        """Returns the mean over seeds of a value in ``RunResult.drift``, given by its path; NaN if missing."""
+        """Returns a value in ``RunResult.drift``, given by its path and averaged over seeds; NaN if missing."""
         return float(np.mean([result.drift_value(name) for result in self.results]))
 
     def mean_input(self, name: str) -> float:
-        """Returns the mean over seeds of a statistic of the training examples; NaN if missing."""
+        """Returns a statistic of the training examples, averaged over seeds; NaN if missing."""
         return float(np.mean([result.input("train", name) for result in self.results]))
 
     @property
     def label(self) -> str:
-        """Returns the grid values, as in "lr 5e-05 beta 0.1"."""
+        """Returns the grid values, e.g. "lr 5e-05 beta 0.1"."""
         return values_label(self.values)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of a finished study: points with their results, failed points with their errors, and the fixed settings.
+    """Outcome of a finished study: finished points with results, failed points with errors, and the fixed settings.
 
     ``measured``: results of the study's analyses by name, world and seed; ``unmeasured``: errors of failed analyses.
-    ``costs``: seconds spent once for all arms, by world and seed, where known: "base", "judge" (passes of judge,
-    verbalizer and scorers over the pairs, summed over all commands) and "scorers" (training, by any command).
-    ``warnings``: problems with the inputs of the points. ``benchmarks``: scores by benchmark, then by world and row.
-    ``reads``: cost of weights by world, seed and arm. ``scorers``: trained scorers by world and seed, then by name;
-    ``lost_scorers``: errors of scorers that failed. ``folders``: run folder of each point.
+    ``costs``: seconds spent once for all arms, by world and seed, if known: "base", "judge" (running judge, verbalizer
+    and scorers on the pairs, summed over all commands) and "scorers" (training, by any command). ``warnings``: problems
+    with the points' inputs. ``benchmarks``: scores by benchmark, then by world and row. ``reads``: cost of the weights
+    by world, seed and arm. ``scorers``: trained scorers by world and seed, then by name; ``lost_scorers``: errors of
+    failed scorers. ``folders``: run folder of each point.
     """
 
     study: Study
@@ -199,7 +199,7 @@ class Outcome:
 
     @cached_property
     def results(self) -> list[PointResults]:
-        """Returns the points' results grouped by world, arm and grid point."""
+        """Returns the results grouped by world, arm and grid point."""
         return group_by_point(self.points)
 
     @property
@@ -209,7 +209,7 @@ class Outcome:
 
     @property
     def worlds(self) -> list[str]:
-        """Returns the names of the study's worlds; only "" in a study without worlds."""
+        """Returns the names of the study's worlds; [""] for a study without worlds."""
         return list(dict.fromkeys(arm.world for arm in self.arms))
 
     def arms_in_world(self, world: str) -> list[Arm]:
@@ -217,29 +217,29 @@ class Outcome:
         return [arm for arm in self.arms if arm.world == world]
 
     def scorers_in_world(self, world: str) -> list[dict[str, ScorerRun]]:
-        """Returns the trained scorers of each seed of a world."""
+        """Returns a world's trained scorers, one dict per seed."""
         return [made for (of, _), made in self.scorers.items() if of == world]
 
     def points_by_arm(self, world: str) -> dict[str, list[PointResults]]:
-        """Returns the grid points of every arm of a world, in the study's order; empty for an arm without results."""
+        """Returns the grid points of each arm in a world, in the study's order; empty for arms without results."""
         points = [point for point in self.results if point.arm.world == world]
         return {
             arm.name: [point for point in points if point.arm.name == arm.name] for arm in self.arms_in_world(world)
         }
 
     def best_points(self, world: str) -> dict[str, PointResults]:
-        """Returns the chosen point of each arm of a world with results, in the study's order."""
+        """Returns the best point of each arm in a world that has results, in the study's order."""
         found = self.points_by_arm(world).items()
         return {name: best_point(points, self.study.kl_limit) for name, points in found if points}
 
     def missing_seeds_mark(self, have: int) -> str:
-        """Returns a mark if a value is based on fewer seeds than the study has; else an empty string."""
+        """Returns a mark if a value is based on fewer seeds than the study has, else an empty string."""
         every = len(self.seeds)
         return "" if have == every else f" ({have} of {every} seeds)"
 
 
 def values_label(values: Sequence[str]) -> str:
-    """Formats the grid values of a point, as in "lr 5e-05 beta 0.1"."""
+    """Formats a point's grid values, e.g. "lr 5e-05 beta 0.1"."""
     pairs = [value.split("=", 1) for value in values]
     return " ".join(f"{short_key(key)} {value}" for key, value in pairs)
 
@@ -263,12 +263,12 @@ def has_truth(points: Sequence[PointResults]) -> bool:
 
 
 def best_point(points: Sequence[PointResults], kl_limit: float) -> PointResults:
-    """Chooses the best point of an arm, on validation data only.
+    """Selects the best point of an arm, using only validation data.
 
-    With a known true reward, this is the point with the highest validation reward among those with a validation KL up
-    to ``kl_limit``, or, if no KL is that small, the point with the smallest. Without a known true reward, it is the
-    point with the highest validation accuracy. Non-finite values rank last. A point with fewer seeds than others is not
-    chosen. A point whose model was destroyed by training is chosen only if this is true of all points.
+    If the true reward is known, this is the point with the highest validation reward among those with a validation KL
+    up to ``kl_limit``, or the point with the lowest KL if none is below the limit. Otherwise, it is the point with the
+    highest validation accuracy. Non-finite values rank last. Points with fewer seeds than others are excluded, and so
+    are points whose model was destroyed by training, unless this is true of all points.
     """
     most = max(len(point.results) for point in points)
     whole = [point for point in points if len(point.results) == most]
@@ -282,17 +282,17 @@ def best_point(points: Sequence[PointResults], kl_limit: float) -> PointResults:
 
 
 def _finite_or(value: float, worst: float) -> float:
-    """Returns ``value``, or ``worst`` if it is not finite, since NaN cannot be ordered."""
+    """Returns ``value``, or ``worst`` if it is not finite, since NaN has no order."""
     return value if math.isfinite(value) else worst
 
 
 def interval_text(interval: Interval) -> str:
-    """Formats both ends of an interval, or "[no interval]"."""
+    """Formats the bounds of an interval; "[no interval]" if they are NaN."""
     return "[no interval]" if math.isnan(interval.low) else f"[{interval.low:.3f}, {interval.high:.3f}]"
 
 
 def difference_text(difference: Interval | None) -> str:
-    """Formats a difference with its interval; empty for None."""
+    """Formats a difference with its interval; empty if None."""
     return "" if difference is None else f"{difference.mean:+.3f} {interval_text(difference)}"
 
 
@@ -307,15 +307,15 @@ def verdict(difference: Interval) -> str:
 
 
 def epochs_trained(result: RunResult, step_pairs: int) -> float:
-    """Returns the number of epochs a run trained, with ``step_pairs`` pairs per step; NaN without a pair count."""
+    """Returns the number of epochs a run trained for, with ``step_pairs`` pairs per step; NaN without a pair count."""
     return result.steps * step_pairs / result.input("train", "pairs")
 
 
 @dataclass(frozen=True)
 class PathPoint:
-    """Point on the reward-KL path of an arm and seed: KL to the base, validation and test rewards, grid values.
+    """Point on the reward-KL path of an arm and seed: KL to the base, validation and test rewards, and grid values.
 
-    KL and ``rewards`` are those on test prompts.
+    KL and ``rewards`` are measured on test prompts.
     """
 
     kl: float
@@ -350,9 +350,9 @@ class RewardAtKL:
 def reward_kl_path(points: Sequence[PointResults], seed: int) -> list[PathPoint]:
     """Returns the reward-KL path of an arm and seed: the base, then its grid points by ascending KL.
 
-    A point is on the path only if its KL is finite and its validation reward is higher than that of every point with a
-    smaller KL. The path starts at the base, whatever the base's reward; it has no base if the base's rewards were not
-    stored.
+    A point is on the path only if its KL is finite and its validation reward exceeds that of all points with smaller
+    KL. The path starts at the base, regardless of its reward; if the base's rewards were not stored, it starts at the
+    first point.
     """
     scores = [
         (point.truth_scores("test")[place], point.truth_scores("validation")[place].numbers["reward"], point.values)
@@ -409,10 +409,10 @@ def _rewards_at_kl_for_seed(points: Sequence[PointResults], seed: int, level: fl
 
 
 def points_between(points: Sequence[PointResults], levels: Sequence[float], seed: int) -> list[Point]:
-    """Returns grid points to train next, so that a KL level is closer to a trained point: at most one per arm.
+    """Returns grid points to train next, at most one per arm, to get a trained point closer to a KL level.
 
-    The grid values are geometric means of those of the trained points around the first level where the KLs of these
-    points differ by more than a factor of FAR. Arms whose points differ in a value that is not a number get none.
+    Their grid values are geometric means of those of the trained points around the first level at which the KLs of
+    these points differ by more than a factor of FAR. Arms whose points differ in a non-numeric value are skipped.
     """
     found = []
     for arm in dict.fromkeys(point.arm for point in points):
@@ -428,7 +428,7 @@ def points_between(points: Sequence[PointResults], levels: Sequence[float], seed
 
 
 def _geometric_mean(low: str, high: str) -> str | None:
-    """Returns the override with the geometric mean of two values; None if they differ and are not numbers."""
+    """Returns the override with the geometric mean of two values; None if they differ and are not numeric."""
     if low == high:
         return low
     key, _, _ = low.partition("=")
@@ -441,13 +441,13 @@ def _geometric_mean(low: str, high: str) -> str | None:
 def paired_rewards(
     one: RewardAtKL | PointResults, other: RewardAtKL | PointResults
 ) -> tuple[list[int], Float[np.ndarray, "seeds prompts"]]:
-    """Returns the seeds shared by two arms and the differences of their test rewards, paired by seed and prompt."""
+    """Returns the seeds shared by two arms and the differences in test reward, paired by seed and prompt."""
     shared = [seed for seed in one.seeds if seed in other.seeds]
     rows = [found.rewards[[found.seeds.index(seed) for seed in shared]] for found in (one, other)]
     return shared, rows[0] - rows[1]
 
 
 def reward_difference(one: RewardAtKL | PointResults, other: RewardAtKL | PointResults) -> Interval | None:
-    """Returns the difference of two arms in test reward, paired by seed and prompt; None if no seed is shared."""
+    """Returns the difference in test reward between two arms, paired by seed and prompt; None if they share no seed."""
     shared, differences = paired_rewards(one, other)
     return mean_interval(differences) if shared else None

@@ -1,4 +1,4 @@
-"""Prints and writes the results of a finished study: tables, HTML page, study.json, and a W&B run."""
+"""Prints and saves the results of a finished study: tables, HTML page, study.json and a W&B run."""
 
 import json
 import logging
@@ -58,9 +58,9 @@ SCORES = "benchmarks.csv"
 
 
 def publish_study(settings: WandbSettings | None, values: Mapping[str, Json], outcome: "Outcome") -> None:
-    """Logs a study's main table, all its points and its figures to a W&B run in the group of its points.
+    """Logs a study's main table, points and figures to a W&B run, in the same group as its points.
 
-    ``values``: shown as the config of the W&B run.
+    ``values``: config to show for the W&B run.
     """
     if settings is None:
         return
@@ -104,7 +104,7 @@ def arms_section(outcome: Outcome) -> Section:
 
 
 def analysis_sections(outcome: Outcome) -> list[Section]:
-    """Returns the report sections of the study's analyses; an analysis that fails gets a warning instead."""
+    """Returns the report sections of the study's analyses; failures are reported as warnings."""
     sections: list[Section] = []
     for name, analysis in outcome.study.analyses.items():
         if not outcome.measured.get(name):
@@ -118,7 +118,7 @@ def analysis_sections(outcome: Outcome) -> list[Section]:
 
 
 def print_interim_table(outcome: Outcome) -> None:
-    """Prints the main table of the points that have finished so far."""
+    """Prints the main table for the points finished so far."""
     seeds = ", ".join(str(seed) for seed in sorted({point.seed for point, _ in outcome.points}))
     title = f"{outcome.study.name} so far: {len(outcome.points)} points, seeds {seeds}"
     print_sections(make_console(), [Section(title, [short_table(outcome)])])
@@ -158,7 +158,7 @@ def finish_study(outcome: Outcome) -> None:
 
 
 def write_study_record(outcome: Outcome, figures: Sequence[str]) -> None:
-    """Writes study.json, and deletes figures of earlier commands except ``figures`` (file names)."""
+    """Writes study.json and deletes the figures of earlier commands that are not in ``figures`` (file names)."""
     path = outcome.folder / "study.json"
     damaged = has_checksums(outcome.folder) and describe_change(outcome.folder, only=(path.name,)) is not None
     try:
@@ -186,7 +186,7 @@ def write_study_record(outcome: Outcome, figures: Sequence[str]) -> None:
 
 
 def points_csv(points: Sequence[PointResults]) -> str:
-    """Returns every run of the study as CSV."""
+    """Returns all runs of the study as CSV."""
     rows = [
         _run_row(point, seed, result)
         for point in points
@@ -222,8 +222,8 @@ SHOWN = 6  # maximum number of arms whose weights and answers are on the page, t
 def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]:
     """Draws the study's figures and writes ``report.html``; returns the file names of all figures.
 
-    The page has the first of ``tables``, then the figures, then the other tables. The file names include those of
-    figures in ``tables``.
+    The page shows the first of ``tables``, then the figures, then the other tables. The returned file names include
+    figures within ``tables``.
     """
     images = study_figures(outcome)
     known = outcome.has_truth
@@ -239,7 +239,7 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]
 
 
 def runs_section(outcome: Outcome) -> Section:
-    """Returns a section with the chosen points and links to the files of all runs."""
+    """Returns a section listing the best points, with links to the files of all runs."""
     best = [point for world in outcome.worlds for point in outcome.best_points(world).values()]
     rows: list[list[Cell]] = [
         [*filter(None, [point.arm.world]), point.arm.name, point.label, ", ".join(map(str, point.seeds))]
@@ -250,7 +250,7 @@ def runs_section(outcome: Outcome) -> Section:
     places = {(point.arm.label, point.values) for point in best}
     chosen = {point.label: links for point, links in every.items() if (point.arm.label, point.values) in places}
     blocks: list[Block] = [TableBlock(heads, rows)]
-    blocks += [Links(f"files of the {len(chosen)} runs at chosen points", chosen)] if chosen else []
+    blocks += [Links(f"files of the {len(chosen)} runs at best points", chosen)] if chosen else []
     if len(every) > len(chosen):
         blocks.append(Links(f"files of all {len(every)} runs", {point.label: one for point, one in every.items()}))
     return Section("Runs", blocks)
@@ -265,7 +265,7 @@ def _file_links(outcome: Outcome, point: Point) -> dict[str, str]:
 
 
 def answers_sections(outcome: Outcome) -> Iterator[Section]:
-    """Yields sections that compare arms by one pair's weights and by a few answers, from runs of the first seed."""
+    """Yields sections comparing arms by one pair's weights and a few responses, from the first seed's runs."""
     for world in outcome.worlds:
         best = outcome.best_points(world)
         kept: dict[str, PageExamples] = {}  # by arm, the control first
@@ -278,7 +278,7 @@ def answers_sections(outcome: Outcome) -> Iterator[Section]:
         if heat:
             first = heat[0].pair.pair_id
             same = [row for row in heat if row.pair.pair_id == first]
-            told = Paragraph("The same training pair with the weights of each arm.")
+            told = Paragraph("The same training pair with each arm's weights.")
             yield Section(f"One pair, arm by arm{of}", [told, RawHtml(heatmap_html(same, page=False))])
         beside = []
         for prompt in dict.fromkeys(answer.prompt for one in kept.values() for answer in one.answers):
@@ -287,15 +287,15 @@ def answers_sections(outcome: Outcome) -> Iterator[Section]:
             beside.append(SideBySide(prompt, {"base": base} | {name: of[0].policy for name, of in mine.items() if of}))
         if beside:
             told = Paragraph(
-                "Answers sampled after training, from the first seed at each arm's chosen point; answers of the base "
-                "come first. These few prompts are examples only, too few for conclusions."
+                "Responses sampled after training, from the first seed at each arm's best point; the base's responses "
+                "come first. These few prompts are only examples, too few to draw conclusions from."
             )
-            yield Section(f"Answers side by side{of}", [told, *beside])
+            yield Section(f"Responses side by side{of}", [told, *beside])
 
 
 def add_column_notes(outcome: Outcome, sections: Sequence[Section]) -> list[Section]:
-    """Adds notes on table columns to all sections, including columns named after worlds; existing notes are kept."""
-    worlds = {world: f"difference to the control in world {world}" for world in outcome.worlds if world}
+    """Adds notes on table columns, including those named after worlds, to all sections; existing notes are kept."""
+    worlds = {world: f"difference from the control in world {world}" for world in outcome.worlds if world}
 
     def with_notes(block: Block) -> Block:
         if not isinstance(block, TableBlock):

@@ -1,4 +1,4 @@
-"""Plans a study before it runs: checks it, composes its arms, and estimates its size and running time."""
+"""Plans a study before it runs: checks it, composes its arms, and estimates its size and run time."""
 
 import platform
 import time
@@ -25,10 +25,10 @@ UNKNOWN = "time left unknown until the first point has finished"
 
 
 class TimeEstimate:
-    """Estimated running time of a study, from its finished points or, if none has finished, from earlier timings.
+    """Estimates a study's run time from its finished points or, if there are none yet, from earlier timings.
 
-    Mean timings of earlier runs are stored in the file ``path`` by machine and ``key``. The time of a point is the wall
-    time between two finished points, so that parallel points are not counted twice.
+    Mean timings of earlier runs are stored in the file ``path``, by machine and ``key``. A point's time is the wall
+    time since the previous point finished, so parallel points are not counted twice.
     """
 
     def __init__(self, path: Path, key: str, points: int, seeds: int = 1) -> None:
@@ -38,21 +38,21 @@ class TimeEstimate:
         self._stored = (read_record(self._path) or {}).get(self._key)
 
     def forecast(self) -> str:
-        """Returns the expected total time in words, before anything has run."""
+        """Describes the expected total time, before anything has run."""
         if self._stored is None:
             return UNKNOWN
         seconds = self._stored["point"] * self.points + self._stored["base"] * self.seeds
         return (
-            f"about {format_duration(seconds)}, judging by earlier runs on this machine; "
+            f"about {format_duration(seconds)}, based on earlier runs on this machine; "
             "less if points are already finished"
         )
 
     def add_preparation_time(self, seconds: float) -> None:
-        """Adds the time taken to prepare the base, pairs and judge pass of one seed."""
+        """Records how long it took to prepare one seed: base, pairs and judge pass."""
         self._prepared, self._preparing = self._prepared + 1, self._preparing + seconds
 
     def add_point_time(self, seconds: float) -> None:
-        """Counts a point that finished ``seconds`` after the previous point, and stores the mean times."""
+        """Records a point that finished ``seconds`` after the previous one, and stores the mean times."""
         self.over, self._ran, self._running = self.over + 1, self._ran + 1, self._running + seconds
         base = self._preparing / max(1, self._prepared)
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ class TimeEstimate:
         return float(point * max(0, self.points - self.over) + base * max(0, self.seeds - self._prepared))
 
     def time_left(self) -> str:
-        """Returns the estimated time left in words, for a log line."""
+        """Describes the estimated time left, for a log line."""
         seconds = self.seconds_left
         return UNKNOWN if seconds is None else f"about {format_duration(seconds)} left"
 
@@ -81,7 +81,7 @@ class TimeEstimate:
 def show_points_progress(
     labels: Sequence[str], folders: Sequence[Path], pace: TimeEstimate
 ) -> Iterator[Callable[[int], None]]:
-    """Shows the progress of running points; yields a function that marks the point at an index as finished."""
+    """Shows the progress of running points; yields a function that marks a point, by index, as finished."""
     over: set[int] = set()
     last = time.monotonic()
 
@@ -107,10 +107,10 @@ def show_points_progress(
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """Checked study that is ready to run: seeds, and configs of arms and scorers by world and name.
+    """Study that has been checked and is ready to run; ``composed`` and ``scorers`` are keyed by world and name.
 
-    ``analyses``: settings of the analyses, by key. ``store``: cache folder shared by all runs. ``timed``: key of the
-    study's timings, made of setting, study and training length.
+    ``analyses``: settings of the analyses, by key. ``store``: cache folder shared by all runs. ``timed``: key for the
+    study's timings, built from setting, study and training length.
     """
 
     composer: Composer
@@ -129,7 +129,7 @@ class StudyPlan:
         return self.composer.study
 
     def describe_size(self) -> str:
-        """Describes the number of arms, points and seeds; layers that coincide on a shallow model count separately."""
+        """Describes the numbers of arms, points and seeds; layers that coincide on a shallow model count separately."""
         arms = sum(self._arm_count(name) for _, name in self.composed)
         about = "up to " if self.study.layers else ""
         seeds = f"{len(self.seeds)} seed{'s' * (len(self.seeds) > 1)}"
@@ -148,7 +148,7 @@ class StudyPlan:
         return len(self.study.layers) if self.study.is_split(arm) else 1
 
     def time_estimate(self) -> TimeEstimate:
-        """Returns an estimate of the study's running time."""
+        """Returns an estimate of the study's run time."""
         return TimeEstimate(self.store / TIMINGS, self.timed, self.point_count, len(self.seeds))
 
 

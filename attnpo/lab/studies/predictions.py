@@ -1,4 +1,4 @@
-"""Registers a study's predictions before it runs, and compares them with the results: hit, missed or open."""
+"""Registers a study's predictions before it runs and compares them with the results: hit, missed or open."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ HEADS = ["about", "prediction", "difference", "outcome", "seeds"]
 
 
 def check_prediction_arms(study: Study, arms: Sequence[Arm]) -> None:
-    """Checks that all predictions are about arms of the study; ``arms`` are those of all worlds.
+    """Checks that all predictions refer to arms of the study; ``arms`` contains the arms of all worlds.
 
     Raises:
         UserError: a prediction names an unknown arm.
@@ -43,10 +43,9 @@ def check_prediction_arms(study: Study, arms: Sequence[Arm]) -> None:
 
 
 def register_predictions(study: Study, folder: Path) -> list[str]:
-    """Saves a study's predictions in its folder before any point runs; returns warnings for the report.
+    """Saves a study's predictions to its folder before any point runs; returns warnings for the report.
 
-    Once a point has finished, saved predictions are not replaced; a warning is returned if the current predictions
-    differ.
+    Once a point has finished, saved predictions are kept, with a warning if the current predictions differ.
     """
     if study.predictions is None:
         return []
@@ -59,7 +58,7 @@ def register_predictions(study: Study, folder: Path) -> list[str]:
     if before == now:
         return []
     return [
-        f"WARNING: points in this folder were run under other predictions ({FIXED}: {before}; now {now}), so the "
+        f"WARNING: points in this folder were run with other predictions ({FIXED}: {before}; now {now}), so the "
         "current predictions were not fixed before the runs"
     ]
 
@@ -72,36 +71,36 @@ def _digest(record: Mapping[str, object]) -> str:
 
 
 def registration_warnings(outcome: Outcome) -> list[str]:
-    """Returns warnings if the study has seeds or settings other than those its predictions were registered for."""
+    """Returns warnings if the predictions were registered for other seeds or settings than the study's."""
     predictions, out = outcome.study.predictions, list[str]()
     if predictions is None:
         return out
     other = sorted({point.seed for point, _ in outcome.points} - set(predictions.seeds))
     if other:
         out.append(
-            f"seeds {', '.join(map(str, other))} are not among those the predictions were registered for: the results "
-            f"for these seeds are exploratory and decide no prediction"
+            f"the predictions were not registered for seeds {', '.join(map(str, other))}: the results "
+            f"for these seeds are exploratory and do not decide any prediction"
         )
     if has_other_settings(outcome):
         out.append(
-            f"grid, arms or worlds ({settings_digest(outcome.record)}) are not those the predictions were registered "
-            f"for ({predictions.settings}): all results are exploratory and decide no prediction"
+            f"the predictions were registered for another grid, arms or worlds ({predictions.settings}) than the "
+            f"study's ({settings_digest(outcome.record)}): all results are exploratory and do not decide any prediction"
         )
     return out
 
 
 def has_other_settings(outcome: Outcome) -> bool:
-    """Returns whether grid, arms or worlds differ from those the predictions were registered for."""
+    """Returns whether the predictions were registered for another grid or other arms or worlds."""
     predictions = outcome.study.predictions
     fixed = None if predictions is None else predictions.settings
     return fixed is not None and fixed != settings_digest(outcome.record)
 
 
 def predictions_section(outcome: Outcome) -> list[Section]:
-    """Returns a table of all predictions with the outcomes, using only the seeds they were registered for.
+    """Returns a table of all predictions and their outcomes, using only the seeds they were registered for.
 
-    Returns nothing if there are no predictions, no known true reward or no results for these seeds, or if the settings
-    are not those the predictions were registered for.
+    Returns an empty list if there are no predictions, no known true reward or no results for these seeds, or if the
+    predictions were registered for other settings.
     """
     predictions = outcome.study.predictions
     if predictions is None or not outcome.has_truth:
@@ -115,7 +114,7 @@ def predictions_section(outcome: Outcome) -> list[Section]:
         found, equal = measure_claim(outcome, claim)
         decided = NO_RESULT if found is None else decide_claim(found) if equal else NOT_EQUAL
         if found is not None and equal and found.seeds < len(ran):
-            decided = f"{OPEN}: {found.seeds} of {len(ran)} seeds have this KL"
+            decided = f"{OPEN}: {found.seeds} of {len(ran)} seeds have results at this KL"
         stands_on = f"{0 if found is None else found.seeds} of {len(predictions.seeds)}"
         cells = (claim.about, claim.says, difference_text(found), decided, stands_on)
         rows.append(dict(zip(HEADS, cells, strict=True)))
@@ -132,16 +131,17 @@ def predictions_section(outcome: Outcome) -> list[Section]:
 
 
 def decide_claim(found: Interval | None) -> str:
-    """Returns the outcome of a prediction: hit if its interval is above 0, MISS if below, else open."""
+    """Returns a prediction's outcome: hit if its interval is above 0, MISS if below, otherwise open."""
     if found is None or not found.excludes_zero:
         return OPEN
     return HIT if found.low > 0 else MISS
 
 
 def measure_claim(outcome: Outcome, claim: Claim) -> tuple[Interval | None, bool]:
-    """Measures a claim; returns the reward of ``above`` minus that of ``below``, and whether this is at equal KL.
+    """Evaluates a claim; returns the reward of ``above`` minus that of ``below``, and whether this is at equal KL.
 
-    The difference is paired by seed and prompt; it is None if an arm has no value at the level or no seed is shared.
+    The difference is paired by seed and prompt; it is None if an arm has no value at the level or if the arms share no
+    seed.
     """
     cells = [*claim.above, *claim.below]
     every = [rewards_at_kl(outcome.points_by_arm(world).get(arm, []), claim.level) for world, arm in cells]

@@ -1,6 +1,6 @@
-"""Record of a study: rewards at equal KL per seed, averaged over prompts, small enough to be committed.
+"""Study records: rewards at equal KL per seed, averaged over prompts; small enough to commit to Git.
 
-Studies of the same world with the same arms can be pooled from their records into one study with all of their seeds.
+Studies of the same world with the same arms can be pooled from their records into one study with all their seeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ Scores = dict[str, list[list[float]]]
 def study_record(outcome: Outcome) -> dict[str, Json]:
     """Returns the record of a study with a known true reward.
 
-    Each row has a world, an arm, a KL level, ``rewards`` by seed, and a mark if the rewards are not at this level.
-    ``differences`` to the control by seed come with their mean squares over seeds and prompts.
+    Each row contains a world, an arm, a KL level, ``rewards`` by seed, a mark if the rewards are not at this level, and
+    ``differences`` from the control by seed with their mean squares over seeds and prompts.
     """
     rows: list[Json] = []
     settings: Any = outcome.record["arms"]
@@ -54,7 +54,7 @@ def _means_by_seed(seeds: Sequence[int], rewards: Any) -> dict[str, float]:
 
 
 def read_study_record(path: Path) -> dict[str, Any]:
-    """Reads a record from a file or a study's folder. Raises UserError if it is not a record."""
+    """Reads a record from a file or a study folder. Raises UserError if it is not a record."""
     file = path / RECORDS if path.is_dir() else path
     try:
         content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
@@ -65,14 +65,14 @@ def read_study_record(path: Path) -> dict[str, Any]:
 
 
 def pool_records(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Cell]]:
-    """Pools the differences of studies of one world; p-values are also corrected for their number by Holm's method.
+    """Pools differences from studies of the same world; adds p-values, also with Holm's correction for their number.
 
     Raises:
         UserError: worlds, controls or arms differ between the studies, or two studies have the same seed.
     """
     for key in ("world", "control"):
         if len({record[key] for record in records}) > 1:
-            raise UserError(f"report pool: the studies differ in their {key}: pool only studies with the same {key}")
+            raise UserError(f"report pool: the studies differ in their {key}: only pool studies with the same {key}")
     found: dict[tuple[str, str, float], list[Mapping[str, Any]]] = {}
     for record in records:
         for row in record["rows"]:
@@ -97,11 +97,11 @@ def p_text(value: float) -> str:
 
 
 def _pool_rows(place: tuple[str, str, float], rows: Sequence[Mapping[str, Any]]) -> Interval:
-    """Returns the mean difference over all seeds; variances of prompts and residuals are averaged over the studies."""
+    """Returns the mean difference over all seeds; prompt and residual variances are averaged over the studies."""
     world, arm, level = place
     at = f"report pool: {arm} at KL {level:g}{f' in {world}' if world else ''}"
     if len({row["settings"] for row in rows}) > 1 or len({row["prompts"] for row in rows}) > 1:
-        raise UserError(f"{at}: the studies differ in this arm's settings or prompts: pool only identical ones")
+        raise UserError(f"{at}: the studies differ in this arm's settings or prompts and cannot be pooled")
     seeds = [seed for row in rows for seed in row["differences"]]
     if repeated := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
         raise UserError(f"{at}: several studies have seed {', '.join(repeated)}, but each seed may be used only once")
@@ -117,9 +117,9 @@ def _pool_rows(place: tuple[str, str, float], rows: Sequence[Mapping[str, Any]])
 
 
 def rliable_scores(records: Sequence[Mapping[str, Any]]) -> tuple[Scores, list[str]]:
-    """Returns scores in rliable's shape (arm to runs x tasks), and the arms left out because a score is missing.
+    """Returns scores in rliable's format (arm to runs x tasks), and the arms omitted because a score is missing.
 
-    A run is a seed; a task is a KL level, in each world. Scores that are not at their KL level count as missing.
+    Each seed is a run, and each pair of world and KL level a task. Scores not at their KL level count as missing.
     """
     scores: dict[str, dict[tuple[str, tuple[str, float]], float]] = {}
     for row in (row for record in records for row in record["rows"]):

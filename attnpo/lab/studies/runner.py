@@ -1,4 +1,4 @@
-"""Runs a study: prepares each world and seed once, runs all points, reuses finished ones, and collects the results."""
+"""Runs a study: prepares each world and seed once, runs all points not yet finished, and collects the results."""
 
 import itertools
 import logging
@@ -52,9 +52,9 @@ Show = Callable[[Outcome], None]
 
 @dataclass
 class StudyProgress:
-    """State of a running study: prepared worlds and seeds, and the results and errors of points so far.
+    """State of a running study: prepared worlds and seeds, and the points' results and errors so far.
 
-    ``missing``: errors of worlds and seeds that could not be prepared. ``said``: warnings for the report.
+    ``missing``: errors of worlds and seeds that could not be prepared. ``said``: warnings to show in the report.
     """
 
     plan: StudyPlan
@@ -74,7 +74,7 @@ class StudyProgress:
         return [*(self.plan.study.worlds or [ONLY])]
 
     def prepare_seed(self, seed: int) -> bool:
-        """Prepares the shared inputs of a seed in every world; returns whether this worked for any world."""
+        """Prepares a seed's shared inputs in each world; returns whether this succeeded for any of them."""
         before = time.perf_counter()
         found: dict[WorldSeed, SharedInputs] = {}
         for world in self.worlds:
@@ -84,7 +84,7 @@ class StudyProgress:
                     found[world, seed] = prepare_shared_inputs(self.plan, seed, world, self.folder)
             except Exception as error:  # noqa: BLE001  the other worlds and seeds go on
                 self.missing[world, seed] = error
-                log.error("%s cannot be prepared: %s", label, last_line(error_text(error)))
+                log.error("%s could not be prepared: %s", label, last_line(error_text(error)))
         if found:
             save_costs(self.folder, found)
         self.pace.add_preparation_time(time.perf_counter() - before)
@@ -93,7 +93,7 @@ class StudyProgress:
         return bool(found)
 
     def expand_arms(self) -> Arms:
-        """Returns all arms and the config of each, with the layer arm split into the layers of its judge.
+        """Returns all arms and their configs, with the layer arm split into one arm per layer of its judge.
 
         Raises:
             UserError: two arms would train identical runs.
@@ -119,7 +119,7 @@ class StudyProgress:
         return arms, own
 
     def study_record(self, own: Mapping[tuple[str, str], ComposedConfig]) -> dict[str, Any]:
-        """Returns the settings that are fixed before the points run, for the study's digest."""
+        """Returns the settings fixed before any point runs, for the study's digest."""
         study = self.plan.study
         worlds: dict[str, Any] = {}
         for (world, _), basis in self.bases.items():
@@ -131,7 +131,7 @@ class StudyProgress:
         return {**record, "scorers": _arm_settings(self.plan.scorers), "scored": scored}
 
     def make_outcome(self) -> Outcome:
-        """Returns the results so far in the form of a finished study."""
+        """Returns the results so far as if the study had finished."""
         (arms, own), bases = self.expand_arms(), self.bases
         return Outcome(
             self.plan.study,
@@ -163,10 +163,10 @@ class StudyProgress:
         )
 
     def run_points(self, points: Sequence[Point], own: Mapping[tuple[str, str], ComposedConfig]) -> None:
-        """Runs points and adds their results and errors, in the given order.
+        """Runs points and appends their results and errors, in the given order.
 
-        Points without a base or weights are counted as failed. After an interrupt, the results obtained so far are
-        added.
+        Points without a base or weights count as failed. If interrupted, the results obtained so far are still
+        appended.
         """
         study, pace = self.plan.study, self.pace
         done: dict[int, RunResult] = {}
@@ -192,14 +192,14 @@ class StudyProgress:
             self.folders[point] = at
             before, problem = read_result(at)
             if problem is not None:
-                log.warning("%s: %s; the point counts as unfinished and runs again", at, problem)
+                log.warning("%s: %s; treating the point as unfinished and rerunning it", at, problem)
             if before is not None:
                 done[i] = before
             else:
                 jobs[i] = (made.overrides, at)
                 accelerators.append(made.config.trainer.accelerator)
         if done:
-            log.info("reusing %d of %d points that are already finished", len(done), len(points))
+            log.info("reusing the results of %d finished points (%d in total)", len(done), len(points))
         pace.over += len(points) - len(jobs)
         places = list(jobs)
         at_work = [points[i] for i in places]
@@ -229,13 +229,13 @@ def _arm_settings(composed: Mapping[tuple[str, str], ComposedConfig]) -> dict[st
 def run_study(
     cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, plan: StudyPlan | None = None
 ) -> Outcome:
-    """Runs all points of ``cfg.study``, seed by seed; a repeated command reuses the results saved in ``folder``.
+    """Runs all points of ``cfg.study``, seed by seed, reusing results already saved in ``folder``.
 
-    ``show`` is called with the results so far after every seed but the last, and on an interrupt. A failure of a point,
-    arm, seed, world or analysis is recorded in the outcome and does not stop the rest.
+    ``show`` is called with the results so far after each seed except the last, and on an interrupt. If a point, arm,
+    seed, world or analysis fails, the failure is recorded in the outcome and the others continue.
 
     Raises:
-        UserError: see ``plan_study``; or every point failed.
+        UserError: as in ``plan_study``, or if all points failed.
     """
     plan = plan_study(cfg) if plan is None else plan
     study, seeds = plan.study, plan.seeds
@@ -261,8 +261,8 @@ def run_study(
                 truth = next(iter(plan.composed.values())).config.truth
                 if isinstance(truth, TruthScorer) and len(seeds) > 1:
                     log.info(
-                        "%d seeds, %d prompts, answers per prompt: %d; at equal KL, 80 %% of such studies detect a "
-                        "true difference of %.3f, smaller ones look like ties",
+                        "%d seeds, %d prompts, responses per prompt: %d; at equal KL, 80 %% of such studies detect a "
+                        "true difference of %.3f; smaller ones look like ties",
                         *(len(seeds), truth.prompts, truth.samples_per_prompt, truth.smallest_effect(len(seeds))),
                     )
                 if study.benchmarks:
@@ -291,9 +291,7 @@ def run_study(
     order = {point.label: i for i, point in enumerate(every)}
     so_far.failed.sort(key=lambda item: order.get(item[0].label, len(order)))
     if not so_far.done:
-        raise UserError(
-            f"study {study.name}: all {len(order)} points failed; error of the first one: {so_far.failed[0][1]}"
-        )
+        raise UserError(f"study {study.name}: all {len(order)} points failed; first error: {so_far.failed[0][1]}")
     outcome = so_far.make_outcome()
     if not study.benchmarks:
         return outcome
@@ -302,7 +300,7 @@ def run_study(
 
 
 def result_headline(result: RunResult) -> str:
-    """Returns a finished point's main scores and its time, for a log line."""
+    """Formats a finished point's main scores and time, for a log line."""
     seconds = f"({result.seconds['all']:.0f} s)"
     if result.truth is not None:
         scores = result.truth["validation"].numbers

@@ -1,9 +1,9 @@
 """Trains scorers (``study.scorers``): models that a study needs to compute the weights of its arms.
 
 A scorer is an ordinary run on the pairs of its world and seed that saves its final model; arms refer to it as
-``SCORER.NAME`` (``study.scorer_names_by_key``). Scorers are cached in the store, in folders named by the digest of
-everything that determines the model, so that studies share them. A cached model is checked against the digests of its
-files before use, and retrained if it has changed.
+``SCORER.NAME`` (``study.scorer_names_by_key``). Scorers are cached in the store and shared between studies; their
+folder names contain a digest of everything that determines the model. A cached model is checked against its file
+digests before use, and retrained if it has changed.
 """
 
 import logging
@@ -37,23 +37,23 @@ MODEL = "last"  # checkpoint of a run's last step, the model that a study evalua
 
 @dataclass(frozen=True)
 class TrainedScorers:
-    """Trained scorers of one world and seed, and the errors of scorers that failed (``lost``)."""
+    """Trained scorers of one world and seed, and the errors of those that failed (``lost``)."""
 
     runs: dict[str, ScorerRun] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
 
     @property
     def model_paths(self) -> dict[str, str]:
-        """Returns the model folders by name of the scorer."""
+        """Returns the model folders, keyed by scorer name."""
         return {name: str(run.model) for name, run in self.runs.items()}
 
     @property
     def training_seconds(self) -> float | None:
-        """Returns the total training time in seconds, including that of cached scorers; None without scorers."""
+        """Returns the total training time in seconds, including cached scorers; None if there are no scorers."""
         return sum(run.result.seconds["all"] for run in self.runs.values()) if self.runs else None
 
     def model_paths_for(self, arm: Sequence[str]) -> dict[str, str]:
-        """Returns the model folders of the scorers that an arm's overrides name, by config key.
+        """Returns the model folders of the scorers used in an arm's overrides, by config key.
 
         Raises:
             UserError: one of these scorers could not be trained.
@@ -65,13 +65,13 @@ class TrainedScorers:
 
 
 def needed_scorers(study: Study, world: str, truth: bool) -> list[str]:
-    """Returns the names of the scorers that arms of a world refer to, in the study's order."""
+    """Returns the names of the scorers used by a world's arms, in the study's order."""
     named = {name for arm in study.arms_in_world(world, truth).values() for name in scorer_names_by_key(arm).values()}
     return [name for name in study.scorers if name in named]
 
 
 def compose_scorers(composer: Composer) -> dict[tuple[str, str], ComposedConfig]:
-    """Composes the configs of all scorers that arms refer to, by world and name; each run saves its model.
+    """Composes the configs of all scorers used by arms, keyed by world and name; their runs save their models.
 
     Raises:
         UserError: a scorer's config is invalid; the message names the scorer.
@@ -96,9 +96,9 @@ def train_scorers(
     store: Path,
     workers: WorkerSettings,
 ) -> TrainedScorers:
-    """Trains the scorers ``runs`` of one world and seed, reusing those that are in ``store`` already.
+    """Trains the scorers ``runs`` of one world and seed, reusing those already in ``store``.
 
-    ``facts``: fingerprints of the pairs, the base and the code. A scorer that fails does not stop the others.
+    ``facts``: fingerprints of the pairs, the base and the code. If one scorer fails, the others are still trained.
     """
     found = TrainedScorers()
     made = {name: run.with_values({"seed": seed}, [f"seed={seed}"]) for name, run in runs.items()}
@@ -111,7 +111,7 @@ def train_scorers(
         lacking = [name for name, place in places.items() if not has_intact_model(place)]
         for name in lacking:
             if read_result(places[name])[0] is not None:
-                log.warning("%s: the model is missing or damaged and is trained again", places[name])
+                log.warning("%s: the model is missing or damaged; retraining it", places[name])
                 shutil.rmtree(places[name] / MODEL, ignore_errors=True)
                 (places[name] / "result.json").unlink()
         if lacking:
@@ -139,10 +139,10 @@ def train_scorers(
 def make_scorer_run(
     model: Path, result: RunResult, step_pairs: int, asked: frozenset[str], reference: str
 ) -> ScorerRun:
-    """Makes the record of a finished scorer run, with the number of forward and backward passes per pair.
+    """Returns a finished scorer run, with its numbers of forward and backward passes per pair.
 
-    ``asked``: inputs of a training step that models compute. ``reference``: setting ``reference`` of the run, which
-    says when reference log-probabilities are computed.
+    ``asked``: model outputs that a training step requires. ``reference``: the run's setting ``reference``, which
+    determines when reference log-probabilities are computed.
     """
     times, more = epochs_trained(result, step_pairs), 0.0
     if "reference" in asked:
@@ -151,7 +151,7 @@ def make_scorer_run(
 
 
 def _scorer_folder_name(name: str, seed: int, made: ComposedConfig, facts: Mapping[str, object]) -> str:
-    """Returns the name of a scorer's folder, with a digest that covers a starting model other than the base."""
+    """Returns a scorer's folder name; its digest includes the initial model if that is not the base."""
     run = made.config
     own = {key: path for key, path in make_identity(run).paths.items() if key not in ("model.path", "data.path")}
     facts = {**facts, "scorer": own}
@@ -164,12 +164,12 @@ def _scorer_folder_name(name: str, seed: int, made: ComposedConfig, facts: Mappi
 
 
 def with_checkpoint(made: ComposedConfig) -> ComposedConfig:
-    """Returns the config with checkpoints turned on, so that the run saves its final model."""
+    """Returns the config with checkpoints enabled, so that the run saves its final model."""
     return made.with_values({"callbacks.checkpoints": True}, ["callbacks.checkpoints=true"])
 
 
 def has_intact_model(run: Path) -> bool:
-    """Returns whether a run is finished and the files of its model are unchanged."""
+    """Returns whether a run has finished and its model files are unchanged."""
     if read_result(run)[0] is None or not (run / MODEL).is_dir():
         return False
     try:
@@ -181,7 +181,7 @@ def has_intact_model(run: Path) -> bool:
 
 
 def strip_training_state(run: Path) -> None:
-    """Deletes a finished run's training state and best checkpoint, which take far more space than the model."""
+    """Deletes a finished run's training state and best checkpoint, which are much larger than the model."""
     model = run / MODEL
     files = read_checksums(model)
     if STATE in files:

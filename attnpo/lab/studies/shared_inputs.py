@@ -1,4 +1,4 @@
-"""Prepares the inputs that all points of one world and seed share: base, pairs, scorers, weights and analyses."""
+"""Prepares the inputs shared by all points of one world and seed: base, pairs, scorers, weights and analyses."""
 
 import inspect
 import json
@@ -40,12 +40,12 @@ ANALYSES, COSTS = "analyses", "costs.json"
 class SharedInputs:
     """Inputs shared by all points of one world and seed.
 
-    ``facts``: fingerprints of the inputs of every arm (contents, not paths). ``keys``: store key of the weights of each
-    arm. ``depth``: number of layers that the layer arm can be split into; ``depths``: number of layers of each arm's
-    judge. ``lost``: errors of arms whose weights could not be computed. ``measured``: results of the study's analyses;
-    ``unmeasured``: errors of analyses that failed. ``gates``: whether each judge passed its quality gate, where that
-    was measured. ``model``: the base. ``scorers``: models trained on these pairs. ``reads``: cost of each arm's
-    weights. ``cost``: seconds spent once for all arms.
+    ``facts``: fingerprints of the inputs that all arms share (contents, not paths). ``keys``: store key of each arm's
+    weights. ``depth``: number of layers that the layer arm can be split into; ``depths``: number of layers of each
+    arm's judge. ``lost``: errors of arms whose weights could not be computed. ``measured``: results of the study's
+    analyses; ``unmeasured``: errors of failed analyses. ``gates``: whether each judge passed its quality gate, if
+    measured. ``model``: the base. ``scorers``: models trained on these pairs. ``reads``: cost of each arm's weights.
+    ``cost``: seconds spent once for all arms.
     """
 
     world: str
@@ -70,27 +70,27 @@ class SharedInputs:
 
     @property
     def warnings(self) -> list[str]:
-        """Returns a warning for every judge that missed the quality gate."""
+        """Returns a warning for each judge that failed its quality gate."""
         return [
-            f"WARNING {self.label}: the judge of {name} missed its quality gate, so results that use the attention of "
+            f"WARNING {self.label}: the judge of {name} failed its quality gate, so results based on the attention of "
             f"this judge say little"
             for name, passed in self.gates.items()
             if not passed
         ]
 
     def arm_fingerprint(self, study: Study, arm: Arm) -> dict[str, object]:
-        """Returns the fingerprints of one arm's inputs, without other arms' weights, which do not affect this arm."""
+        """Returns the fingerprints of one arm's inputs, excluding other arms' weights, which do not affect it."""
         return {**self.facts, "weights": self.keys.get(arm.name if arm.layer is None else study.layer_arm, {})}
 
 
 def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder: Path | None = None) -> SharedInputs:
-    """Prepares one world and seed: base, pairs, scorers and all weights go to the store, before any point runs.
+    """Prepares one world and seed: saves base, pairs, scorers and all weights in the store before any point runs.
 
-    There is one judge pass per base and judge, whatever the number of points. An arm whose weights fail does not stop
-    the others. The study's analyses run last, if ``folder`` is given, and save their results there.
+    Each judge scores the pairs only once per base, regardless of the number of points. If one arm's weights fail, the
+    other arms continue. If ``folder`` is given, the study's analyses run last and save their results there.
 
     Raises:
-        Exception: the base, the pairs or the weights of every arm could not be made; the type depends on the cause.
+        Exception: the base, the pairs or the weights of all arms could not be computed; the type depends on the cause.
     """
     basis, study = SharedInputs(world, seed), plan.study
     arms = {name: found.with_values({"seed": seed}) for (of, name), found in plan.composed.items() if of == world}
@@ -153,7 +153,7 @@ def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder:
         if not study.layers or name == study.layer_arm:  # only this arm is split into layers
             basis.depth = max(basis.depth, done[same].depth)
     for name, lost in basis.lost.items():
-        log.error("%s: leaving out arm %s, whose weights could not be computed: %s", basis.label, name, last_line(lost))
+        log.error("%s: skipping arm %s, whose weights could not be computed: %s", basis.label, name, last_line(lost))
     built = report.get("base")
     seconds = built.get("seconds") if isinstance(built, Mapping) else None
     passes = [one.report.seconds for one in done.values() if one.report is not None and one.report.computed]
@@ -166,7 +166,7 @@ def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder:
 
 
 def _arm_readers(readers: Readers, cfg: FitConfig, store: Path) -> tuple[Readers, dict[str, object]]:
-    """Returns the readers that compute an arm's weights, and a report on the judge if the judge is a separate base."""
+    """Returns the readers that compute an arm's weights, and a report on the judge if it is a separate base."""
     made = make_judge(cfg.judge, cfg.weights, cfg.prepare, store / "prepared")
     own = replace(
         readers,
@@ -184,7 +184,7 @@ TIMED = 64  # pairs used to time a weight source that needs no model
 
 
 def _source_cost(source: WeightSource, step_pairs: int, weighed: WeighingResult, encoded: EncodedSet) -> SourceCost:
-    """Returns the cost of an arm's weights; a source that needs no model is timed on a few pairs."""
+    """Returns the cost of an arm's weights; sources that need no model are timed on a few pairs."""
     seconds, pairs = weighed.seconds, encoded.pairs[:TIMED]
     if not weighed.source.requires and not isinstance(weighed.source, OnlineSource):
         began = time.perf_counter()
@@ -210,7 +210,7 @@ def run_analyses(
     folder: Path,
     data: str | None,
 ) -> None:
-    """Runs the study's analyses and adds the results to ``basis``, reusing results saved in ``folder``.
+    """Runs the study's analyses and adds the results to ``basis``, reusing those already saved in ``folder``.
 
     ``data``: path of the pairs.
     """
@@ -237,7 +237,7 @@ def run_analyses(
                 log.info("%s: reusing the saved result of analysis %s", basis.label, name)
                 basis.measured[name] = known["found"]
                 continue
-            log.warning("%s: %s has changed or is damaged, so analysis %s runs again", basis.label, path, name)
+            log.warning("%s: %s has changed or is damaged; rerunning analysis %s", basis.label, path, name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             reading, _ = _arm_readers(readers, config, plan.store)
@@ -255,11 +255,11 @@ def run_analyses(
 
 
 def save_costs(folder: Path, bases: Mapping[tuple[str, int], SharedInputs]) -> None:
-    """Adds the seconds of this command's judge passes to the totals in ``folder``, and sets the totals in ``bases``."""
+    """Adds this command's judging time in seconds to the totals in ``folder``, and copies the totals to ``bases``."""
     path = folder / COSTS
     stored = read_record(path)
     if stored is None and path.exists():
-        log.warning("cannot read %s: replacing it, so the times of earlier commands are lost", path)
+        log.warning("cannot read %s; replacing it, so the times of earlier commands are lost", path)
     known = {str(name): float(seconds) for name, seconds in (stored or {}).items()}
     for (world, seed), basis in bases.items():
         name = f"{world}/{seed}"

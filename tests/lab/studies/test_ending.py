@@ -64,7 +64,7 @@ def test_a_point_that_failed_keeps_its_mark() -> None:
 def test_the_outcome_is_said_with_its_interval_and_a_tie_as_a_tie(gain: float, words: str) -> None:
     line, apart = notes.describe_result(compared(gain), "")
     assert line.startswith(words) and f"{LONG.name} {gain:+.3f} [" in line
-    assert apart.startswith("every arm has one point and nothing is tuned") and f"{LONG.name} 0.75" in apart
+    assert apart.startswith("each arm has one point and nothing is tuned") and f"{LONG.name} 0.75" in apart
 
 
 def test_arms_with_a_grid_are_not_called_untuned() -> None:
@@ -85,7 +85,7 @@ def test_best_points_of_several_arms_are_not_passed_off_as_a_comparison_at_equal
     arms = [Arm("uniform", ()), LONG, third]
     study = replace(STUDY, arms={arm.name: [] for arm in arms})
     said = list(notes.describe_result(Outcome(study, arms, typed(points), [], {}, Path("out"), 1.0), ""))
-    assert any("KLs to the base differ (0.40 to 2.30), see the tables at equal KL" in line for line in said)
+    assert any("KL to the base differs (0.40 to 2.30), see the tables at equal KL" in line for line in said)
 
 
 def at_kl(kl: float, rewards: list[float]) -> dict[str, Any]:

@@ -112,11 +112,11 @@ def test_a_prediction_that_only_some_seeds_bear_out_stays_open() -> None:
     (section,) = predictions_section(Outcome(STUDY, arms, typed(short), [], {}, Path("out"), 1.0))
     rows = {str(row["prediction"]): row for row in section.blocks[0].rows[:1]}  # type: ignore[union-attr]
     (first,) = rows.values()
-    assert (first["outcome"], first["seeds"]) == ("open: 1 of 2 seeds have this KL", "1 of 2")
+    assert (first["outcome"], first["seeds"]) == ("open: 1 of 2 seeds have results at this KL", "1 of 2")
 
 
 def test_results_on_other_seeds_are_called_exploration() -> None:
-    assert any("seeds 7 are not among those" in line for line in study_warnings(outcome(seeds=(0, 7))))
+    assert any("not registered for seeds 7:" in line for line in study_warnings(outcome(seeds=(0, 7))))
     assert not any("not among those" in line for line in study_warnings(outcome()))
     (section,) = predictions_section(outcome(seeds=(0,)))
     assert "So far (missing seeds: 1), of 5 predictions" in section.blocks[-1].text  # type: ignore[union-attr]
@@ -155,7 +155,7 @@ def test_predictions_that_change_after_the_first_run_are_named(tmp_path: Path) -
     (tmp_path / "points" / "one" / "result.json").write_text("{}")
     assert register_predictions(other, tmp_path) == []
     (said,) = register_predictions(STUDY, tmp_path)
-    assert "were run under other predictions" in said and register_predictions(other, tmp_path) == []
+    assert "were run with other predictions" in said and register_predictions(other, tmp_path) == []
     kept = tmp_path / "predictions.json"
     kept.write_text(kept.read_text().replace("Another", "Any"))
     (said,) = register_predictions(other, tmp_path)

@@ -143,7 +143,7 @@ def test_a_judge_that_missed_its_gate_is_warned_of(world: World, monkeypatch: py
     basis = prepare_shared_inputs(plan, 0)
     assert basis.gates == {"this base": False, "the second base": True}
     (line,) = basis.warnings
-    assert line.startswith("WARNING seed 0: the judge of this base missed its quality gate, ")
+    assert line.startswith("WARNING seed 0: the judge of this base failed its quality gate, ")
     second = replace(second, report={"gate_passed": False})
     assert [line.partition(" missed")[0] for line in prepare_shared_inputs(plan, 3).warnings] == [
         "WARNING seed 3: the judge of this base",

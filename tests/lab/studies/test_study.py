@@ -270,7 +270,7 @@ def test_changed_code_or_another_setting_runs_every_point_again(
     monkeypatch.setattr(runs, "run", run)
     with (
         judge_loads() as loaded,
-        pytest.raises(UserError, match=r"study tiny: all 3 points failed; error of the first one: (.|\n)*out of luck"),
+        pytest.raises(UserError, match=r"study tiny: all 3 points failed; first error: (.|\n)*out of luck"),
     ):
         run_study(cfg, folder)
     assert [name.partition("-")[0] for name in tried] == ["uniform", "broken", "attention"] and loaded == []

@@ -211,12 +211,12 @@ def test_points_that_lack_seeds_are_named_with_those_they_have() -> None:
     failed = [(Point(arm, HIGH, seed), "out of luck") for arm, seed in ((ATTENTION, 1), (UNIFORM, 0), (UNIFORM, 1))]
     outcome = make_outcome(points, failed)
     line = (
-        "grid points that could not be chosen, because some of their seeds are missing: "
+        "grid points that could not be selected, because some of their seeds are missing: "
         "uniform lr 0.0001 beta 0.1 (0 of 2 seeds), attention lr 0.0001 beta 0.1 (1 of 2 seeds)"
     )
     assert line in footnotes(outcome)
     assert [row["point"] for row in main_table(outcome)[1]] == ["", "lr 5e-05 beta 0.1", "lr 5e-05 beta 0.1"]
-    assert not [line for line in footnotes(make_outcome(POINTS)) if "could not be chosen" in line]
+    assert not [line for line in footnotes(make_outcome(POINTS)) if "could not be selected" in line]
 
 
 @pytest.mark.parametrize("change", [without_truth, list])
@@ -495,7 +495,7 @@ def test_a_studys_figures_are_those_of_its_page(tmp_path: Path) -> None:
 def test_what_was_spent_once_for_all_arms_is_told() -> None:
     outcome = replace(make_outcome(POINTS), costs={("", 0): {"base": 90.0, "judge": 4.0}, ("", 1): {"base": 100.0}})
     assert (
-        "spent once for all arms and not included in s/run: "
+        "spent once for all arms, not included in s/run: "
         "base 95.0 s (mean of 2), judge and verbalizer passes 4.0 s (mean of 1)" in footnotes(outcome)
     )
 
