@@ -370,7 +370,7 @@ class ExampleRows(LazyRows[TrainingExample]):
     def __len__(self) -> int:
         return int(self.weighed.num_rows)
 
-    def _get_side_numbers(self, name: str, row: int) -> tuple[float, float]:
+    def _get_side_values(self, name: str, row: int) -> tuple[float, float]:
         chosen, rejected = (float(self._numbers[f"{side}_{name}"][row]) for side in SIDES)
         return chosen, rejected
 
@@ -384,13 +384,13 @@ class ExampleRows(LazyRows[TrainingExample]):
             pair_id=self.ids[at],
             **self.encoded[at],
             weights=self._get_side_tensors("weights", row),
-            lengths=self._get_side_numbers("length", row),
-            coverage=self._get_side_numbers("coverage", row),
+            lengths=self._get_side_values("length", row),
+            coverage=self._get_side_values("coverage", row),
             pair_weight=float(self._numbers["pair_weight"][row]),
             reference_logps=None if self.logps is None else self._get_side_tensors("logps", row),
             factors=bool(self._numbers["factors"][row]),
-            source_coverage=self._get_side_numbers("source_coverage", row),
-            kept_mass=self._get_side_numbers("kept_mass", row),
+            source_coverage=self._get_side_values("source_coverage", row),
+            kept_mass=self._get_side_values("kept_mass", row),
         )
 
     def token_counts(self) -> TokenCounts:

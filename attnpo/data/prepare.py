@@ -14,7 +14,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, KeepSide, LengthRules, OverlongAction
 from attnpo.judge.layers import StoredRow
 from attnpo.schema import SIDES, EncodedResponse, Message, PairWeights, PreferencePair, UserError, list_pair_ids
-from attnpo.text.chat import ChatFormat, EncodedAnswers
+from attnpo.text.chat import ChatFormat, EncodedResponses
 from attnpo.weights.base import TextSource, WeightSource, required_coverage
 from attnpo.weights.capture import UnreadablePair
 from attnpo.weights.pipeline import (
@@ -127,7 +127,7 @@ def encode_pair(
     or if both responses have the same token ids after trimming or truncation, so that no preference is left.
     ``keep_same`` keeps pairs with the same token ids, for uses other than training.
     """
-    return _apply_length_rules(pair, chat.encode_answers(*_prompt_and_responses(pair)), chat, rules, tally, keep_same)
+    return _apply_length_rules(pair, chat.encode_responses(*_prompt_and_responses(pair)), chat, rules, tally, keep_same)
 
 
 def _prompt_and_responses(pair: PreferencePair) -> tuple[Sequence[Message], list[str]]:
@@ -135,7 +135,7 @@ def _prompt_and_responses(pair: PreferencePair) -> tuple[Sequence[Message], list
 
 
 def _apply_length_rules(
-    pair: PreferencePair, found: EncodedAnswers, chat: ChatFormat, rules: LengthRules, tally: Tally, keep_same: bool
+    pair: PreferencePair, found: EncodedResponses, chat: ChatFormat, rules: LengthRules, tally: Tally, keep_same: bool
 ) -> dict[str, EncodedResponse] | None:
     if found.problem is not None:
         event = f"dropped: {found.problem.reason}"
@@ -284,7 +284,7 @@ def fit_transforms(
     if not any(transform.needs_fit for transform in transforms):
         return tuple(transforms)
     least = required_coverage(source, None if align is None else align.min_coverage)
-    readable = [asked for asked in _iter_pairs_to_weigh(encoded, captured) if _is_readable(asked)]
+    readable = [asked for asked in _iter_pairs_to_weight(encoded, captured) if _is_readable(asked)]
     finished = {}
     for asked, rows in zip(readable, iterate_source_weights(source, readable, layers), strict=True):
         if all(_has_coverage(row, least) for row in rows.values()):
@@ -292,7 +292,7 @@ def fit_transforms(
     return fit_transforms_in_order(transforms, finished)
 
 
-def _iter_pairs_to_weigh(encoded: EncodedSet, captured: Mapping[str, PairWeights]) -> Iterator[PairInputs]:
+def _iter_pairs_to_weight(encoded: EncodedSet, captured: Mapping[str, PairWeights]) -> Iterator[PairInputs]:
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         yield PairInputs(captured.get(pair.pair_id), sides, pair)
 
@@ -335,11 +335,11 @@ def prepare_examples(
     uncovered = f"{DROPPED_FOR_COVERAGE} below {'weights' if align.min_coverage is None else 'align'}.min_coverage"
     unreadable = next((words for need, words in REFUSED.items() if need in source.requires), UNASKED)
     weigher = source if isinstance(source, TextSource) else None
-    told, again = tee(_iter_pairs_to_weigh(encoded, captured))
+    told, again = tee(_iter_pairs_to_weight(encoded, captured))
     weighed = iterate_training_weights(source, filter(_is_readable, again), align.method, transforms, layers=layers)
     for place, asked in enumerate(told):
         pair, raw = asked.pair, asked.captured
-        assert pair is not None  # ``_iter_pairs_to_weigh`` always sets it
+        assert pair is not None  # ``_iter_pairs_to_weight`` always sets it
         pair_id = pair.pair_id
         if raw is not None and not raw.rounds:
             tally.add(f"{unreadable}: {raw.reason}" if isinstance(raw, UnreadablePair) else unreadable, pair_id)

@@ -42,7 +42,7 @@ from attnpo.data.arrow_rows import (
 )
 from attnpo.data.base import SPLITS, PairReader, PairSet, PairSource, SetCounts, log_unused_columns
 from attnpo.data.collate import TrainingExample
-from attnpo.data.example_numbers import ExampleStatistics, SplitStatistics
+from attnpo.data.example_statistics import ExampleStatistics, SplitStatistics
 from attnpo.data.overlap import Overlap, OverlapCounter, count_overlap, digest_prompt
 from attnpo.data.prepare import (
     EncodedSet,
@@ -56,7 +56,7 @@ from attnpo.data.prepare import (
 from attnpo.data.prepared_rows import Account, load_or_prepare, record_log_lines, repeat_log_lines
 from attnpo.data.rules import AlignRules, LengthRules
 from attnpo.data.tables import list_files, read_table
-from attnpo.data.weighing import REFILL, WeighingResult, weigh_splits
+from attnpo.data.weighing import REFILL, WeightingResult, load_or_compute_weights
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import LabelCheck, RunJudge
 from attnpo.judge.verdicts import JudgeStatistics, LabelMass, TraceStatistics
@@ -264,12 +264,12 @@ class ExampleRecipe:
 class WeightedSplits:
     """Weights, the examples of both splits built with these weights, and statistics of the examples."""
 
-    weighed: WeighingResult
+    weighed: WeightingResult
     sets: dict[str, ExampleSet]
     measured: dict[str, SplitStatistics]
 
 
-def prepare_weighed_examples(
+def prepare_weighted_examples(
     store: Store,
     facts: Mapping[str, object],
     encoded: Mapping[str, EncodedSet],
@@ -315,7 +315,7 @@ def prepare_weighed_examples(
     return WeightedSplits(weighed, sets, measured)
 
 
-def _find_captured(store: Store, weighed: WeighingResult, encoded: Mapping[str, EncodedSet]) -> CapturedRows:
+def _find_captured(store: Store, weighed: WeightingResult, encoded: Mapping[str, EncodedSet]) -> CapturedRows:
     ids = dict.fromkeys(pair_id for split in SPLITS for pair_id in list_pair_ids(encoded[split].pairs))
     return CapturedRows(store.table(WEIGHTS, weighed.key), list(ids), weighed.layers)
 
@@ -336,7 +336,7 @@ _STATISTICS: dict[str, type[Any]] = {
 _PLAIN = ("depth", "key", "reads", "seconds", "rounds", "cut")
 
 
-def _describe_weights(weighed: WeighingResult) -> dict[str, object]:
+def _describe_weights(weighed: WeightingResult) -> dict[str, object]:
     """Returns the statistics of the weights, which are stored with the examples."""
     found = {name: getattr(weighed, name) for name in _STATISTICS}
     statistics = {name: None if one is None else asdict(one) for name, one in found.items()}
@@ -345,7 +345,7 @@ def _describe_weights(weighed: WeighingResult) -> dict[str, object]:
 
 def _restore_weights(
     store: Store, told: Account, encoded: Mapping[str, EncodedSet], recipe: ExampleRecipe
-) -> WeighingResult:
+) -> WeightingResult:
     """Restores the weighting result of the stored examples, without captured rows; checks the judge's label mass."""
     statistics: dict[str, Any] = {
         name: None if told[name] is None else kind(**{key: _to_tuples(value) for key, value in told[name].items()})
@@ -354,7 +354,7 @@ def _restore_weights(
     if isinstance(recipe.reader, RunJudge) and statistics["label_mass"] is not None:
         LabelCheck(recipe.reader, store).enforce_minimum(statistics["label_mass"])
     source = recipe.source.resolve(told["depth"] or 1)
-    weighed = WeighingResult(
+    weighed = WeightingResult(
         source=source,
         captured={},
         report=None if recipe.reader is None else CaptureReport(told["pairs"], 0, 0.0, None),
@@ -485,7 +485,7 @@ def make_examples(
     return (
         make()
         if facts is None or store is None
-        else prepare_weighed_examples(store, facts, texts.encoded, recipe, make)
+        else prepare_weighted_examples(store, facts, texts.encoded, recipe, make)
     )
 
 
@@ -499,7 +499,7 @@ def _make_examples(
 ) -> WeightedSplits:
     """Builds the examples of both splits; examples passed to ``take`` are not kept in memory."""
     encoded = texts.encoded
-    weighed = weigh_splits(recipe.source, recipe.reader, store, encoded, device, refill=refill)
+    weighed = load_or_compute_weights(recipe.source, recipe.reader, store, encoded, device, refill=refill)
     align, source, captured, layers = recipe.align, weighed.source, weighed.captured, weighed.layers
     transforms = fit_transforms(recipe.transforms, encoded["train"], source, captured, layers, align)
     sets, measured = dict[str, ExampleSet](), dict[str, SplitStatistics]()

@@ -33,7 +33,7 @@ class PromptColumns(Columns):
 
 
 @dataclass(frozen=True)
-class AnswerPrompt:
+class ChatPrompt:
     """Prompt for generation: an id, and turns of which the last is the user's."""
 
     id: str
@@ -47,7 +47,7 @@ class PromptSet:
     Each of the ``read`` rows is a new prompt, a duplicate of an earlier prompt (``repeated``), or skipped.
     """
 
-    prompts: list[AnswerPrompt]
+    prompts: list[ChatPrompt]
     read: int
     repeated: list[int]
     left_out: Mapping[str, list[int]]
@@ -71,7 +71,7 @@ def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColum
     Raises:
         UserError: two rows have the same id but different prompts, or a mapped column does not exist.
     """
-    prompts: dict[str, AnswerPrompt] = {}
+    prompts: dict[str, ChatPrompt] = {}
     left_out: dict[str, list[int]] = {}
     repeated = []
     read = 0
@@ -96,7 +96,7 @@ def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColum
     return PromptSet(list(prompts.values()), read, repeated, left_out)
 
 
-def parse_prompt(row: Mapping[str, object], columns: PromptColumns) -> AnswerPrompt:
+def parse_prompt(row: Mapping[str, object], columns: PromptColumns) -> ChatPrompt:
     """Returns the prompt of a row.
 
     Raises:
@@ -109,10 +109,10 @@ def parse_prompt(row: Mapping[str, object], columns: PromptColumns) -> AnswerPro
         row = {**row, columns.chosen: "a", columns.rejected: "b"}
     messages = adapt_row(row, columns).pair.prompt
     if columns.id is None:
-        return AnswerPrompt(digest(prompt_identity(messages))[:32], messages)
+        return ChatPrompt(digest(prompt_identity(messages))[:32], messages)
     if row.get(columns.id) is None:
         raise RowError(Reason.MISSING)
-    return AnswerPrompt(str(row[columns.id]), messages)
+    return ChatPrompt(str(row[columns.id]), messages)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class EncodedPrompts:
 
 
 def encode_prompts(
-    prompts: Iterable[AnswerPrompt], chat: ChatFormat | None, new_tokens: int, max_length: int | None
+    prompts: Iterable[ChatPrompt], chat: ChatFormat | None, new_tokens: int, max_length: int | None
 ) -> EncodedPrompts:
     """Encodes prompts; skips those that the chat template rejects or that leave no room for ``new_tokens``.
 

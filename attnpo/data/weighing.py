@@ -46,7 +46,7 @@ Captured = Mapping[str, PairWeights]
 
 
 @dataclass(frozen=True)
-class WeighingResult:
+class WeightingResult:
     """Resolved weight source with the rows captured for a set of pairs (empty if the source captures nothing).
 
     ``layers``: layer of each captured row. ``depth``: number of layers of the judge, 0 without a judge. ``key``: store
@@ -77,7 +77,7 @@ class WeighingResult:
 REFILL = "in one process, with data.prepare_data() and data.setup('fit')"
 
 
-def weigh_splits(
+def load_or_compute_weights(
     source: WeightSource,
     reader: WeightReader | None,
     store: Store | None,
@@ -87,7 +87,7 @@ def weigh_splits(
     shard: tuple[int, int] | None = None,
     every_row: bool = False,
     refill: str = REFILL,
-) -> WeighingResult:
+) -> WeightingResult:
     """Resolves ``source`` and loads its rows for the pairs of ``encoded``; computes rows missing from the store.
 
     Logs the pairs that the model cannot read.
@@ -109,7 +109,7 @@ def weigh_splits(
             missing in a job of several processes.
     """
     if reader is None:
-        return WeighingResult(source.resolve(1), {}, None, None, (), 0, _columns_key(source, encoded))
+        return WeightingResult(source.resolve(1), {}, None, None, (), 0, _columns_key(source, encoded))
     assert store is not None
     source = source.resolve(reader.num_layers or 1)
     layers = source.rows_to_store(reader.num_layers or 1, lambda: reader.num_heads)
@@ -121,7 +121,7 @@ def weigh_splits(
     lacking = _log_stored_weights(table, set(list_pair_ids(share)), encoded, columns, reader.rounds, len(layers))
     labels = LabelCheck(reader, store, wanted) if isinstance(reader, RunJudge) else None
 
-    def refuse_multiple_processes(lacks: str) -> None:
+    def reject_multiple_processes(lacks: str) -> None:
         if shard is None and world_size() > 1:
             raise UserError(
                 f"{lacks} missing from the store and this job has {world_size()} processes; fill the store first, "
@@ -129,13 +129,13 @@ def weigh_splits(
             )
 
     def load_judge() -> LoadedJudge:
-        refuse_multiple_processes("the judge's measured label mass is")
+        reject_multiple_processes("the judge's measured label mass is")
         judge = reader.load(device)
         assert isinstance(judge, LoadedJudge)
         return judge
 
     def load_reader() -> object:
-        refuse_multiple_processes("weights are")
+        reject_multiple_processes("weights are")
         log.info("%s", reader.describe_pass(describe_rows(layers)))
         if reader.trace is not None:
             most = reader.trace.max_new_tokens
@@ -176,7 +176,7 @@ def weigh_splits(
     if isinstance(reader, RunJudge) and reader.verdict:
         verdicts = judge_statistics(seen, reader.prompts.label_ids)
     deque(seen, maxlen=0)  # without verdicts, the rows have not been iterated yet
-    return WeighingResult(
+    return WeightingResult(
         source,
         captured,
         report,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NotRequired
 
 from attnpo.config.compose import RUNS_ROOT, RootConfig
-from attnpo.data.prompts import AnswerPrompt, EncodedPrompts, PromptSource, encode_prompts
+from attnpo.data.prompts import ChatPrompt, EncodedPrompts, PromptSource, encode_prompts
 from attnpo.evaluation.base import ModelAnswer, Question
 from attnpo.evaluation.chat import LENGTH, AnsweringBackend, ChatModel, ChatRequest, Reply
 from attnpo.evaluation.jsonl_store import JsonlStore, KeyedRow, Name
@@ -334,7 +334,7 @@ class _RoundWriter:
         key = self._key(self.sampling)
         self.rows = self.file.open(key)
         if not self.rows:
-            firsts = [AnswerPrompt(name, self._conversation(question, 0)) for name, question in self.questions.items()]
+            firsts = [ChatPrompt(name, self._conversation(question, 0)) for name, question in self.questions.items()]
             _require_answerable(self._encode(firsts), len(firsts), "questions")
         self._copy_greedy()
         for turn in range(max((len(question.turns) for question in self.questions.values()), default=0)):
@@ -359,7 +359,7 @@ class _RoundWriter:
         # The limit decides which questions can be answered, and unanswered ones are stored as rows too.
         return {**answer_key(self.chat_model, sampling), "max_length": self.chat_model.limit, "code": VERSION}
 
-    def _encode(self, prompts: Sequence[AnswerPrompt]) -> EncodedPrompts:
+    def _encode(self, prompts: Sequence[ChatPrompt]) -> EncodedPrompts:
         return encode_prompts(prompts, self.chat_model.chat, self.sampling.max_new_tokens, self.chat_model.limit)
 
     def _copy_greedy(self) -> None:
@@ -381,7 +381,7 @@ class _RoundWriter:
             log.info("copied %d greedy answers from round 0", len(copied))
 
     def _answer_turn(self, questions: Sequence[Question], turn: int) -> None:
-        prompts = [AnswerPrompt(question.id, self._conversation(question, turn)) for question in questions]
+        prompts = [ChatPrompt(question.id, self._conversation(question, turn)) for question in questions]
         lacking = {prompt.id: prompt for prompt in prompts if self._is_missing(self.questions[prompt.id], prompt, turn)}
         if not lacking:
             return
@@ -417,7 +417,7 @@ class _RoundWriter:
                 messages.append(Message(role="assistant", content=self.rows[question.id, at]["answer"]))
         return tuple(messages)
 
-    def _is_missing(self, question: Question, prompt: AnswerPrompt, turn: int) -> bool:
+    def _is_missing(self, question: Question, prompt: ChatPrompt, turn: int) -> bool:
         """Returns whether a turn still needs an answer.
 
         Raises:

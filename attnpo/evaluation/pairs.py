@@ -18,7 +18,7 @@ import torch
 from attnpo.config.compose import RUNS_ROOT, RootConfig
 from attnpo.data.adapters import RowError, check_columns
 from attnpo.data.base import parse_row_range
-from attnpo.data.prompts import AnswerPrompt, PromptColumns, parse_prompt
+from attnpo.data.prompts import ChatPrompt, PromptColumns, parse_prompt
 from attnpo.data.tables import read_table
 from attnpo.evaluation.answers import AnswerRow
 from attnpo.evaluation.chat import LENGTH
@@ -190,7 +190,7 @@ class AnswerSource:
     ) -> AnswerSets:
         """Collects the distinct answers to each prompt and counts excluded rows."""
         counts: Counter[str] = Counter()
-        prompts: dict[str, AnswerPrompt] = {}
+        prompts: dict[str, ChatPrompt] = {}
         answers: dict[str, list[Candidate]] = {}
         read = 0
         for read, row in enumerate(rows, start=1):

@@ -25,7 +25,7 @@ from attnpo.data.prepare import (
 )
 from attnpo.data.rules import AlignRules, BatchPlan
 from attnpo.data.sampler import count_steps
-from attnpo.data.weighing import SPLITS, WeighingResult
+from attnpo.data.weighing import SPLITS, WeightingResult
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.layers import HeadRow, StoredRow
@@ -162,7 +162,7 @@ def log_plan(
         log.info("%s", line)
 
 
-def _count_cut_prompts(weighed: WeighingResult) -> dict[str, dict[str, int]]:
+def _count_cut_prompts(weighed: WeightingResult) -> dict[str, dict[str, int]]:
     """Counts how many judge prompts, or pairs with a scorer's instruction, were read and how many were truncated."""
     if weighed.report is None:
         return {}
@@ -174,7 +174,7 @@ def _count_cut_prompts(weighed: WeighingResult) -> dict[str, dict[str, int]]:
     return found
 
 
-def log_weighing(weighed: WeighingResult) -> None:
+def log_weighing(weighed: WeightingResult) -> None:
     """Logs how the weights were computed: truncated prompts, thinking traces, judge accuracy, verbalizer answers."""
     cut_prompts = _count_cut_prompts(weighed)
     if (cut := cut_prompts.get("judge_prompts", {})).get("cut"):
@@ -312,7 +312,7 @@ def describe_weight_origin(source: WeightSource, rows: Sequence[StoredRow]) -> s
     return f"{name}, layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}" if layers else name
 
 
-def log_coverage_by_layer(readers: Readers, weighed: WeighingResult, encoded: EncodedSet, align: AlignRules) -> None:
+def log_coverage_by_layer(readers: Readers, weighed: WeightingResult, encoded: EncodedSet, align: AlignRules) -> None:
     """Logs coverage and share of weights retained for each stored layer, without transforms, on a sample of pairs."""
     pairs = select_calibration_pairs([pair for pair in encoded.pairs if pair.pair_id in weighed.captured], SAMPLE)
     sample = sample_as_splits(encoded, pairs)["train"]

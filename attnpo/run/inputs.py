@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerBase
 from attnpo.data import prepared
 from attnpo.data.arrow_rows import ExampleRows, count_row_tokens, find_pairs
 from attnpo.data.base import PairSet
-from attnpo.data.example_numbers import SplitStatistics
+from attnpo.data.example_statistics import SplitStatistics
 from attnpo.data.overlap import Overlap, digest_prompt, write_prompt_digests
 from attnpo.data.prepare import EncodedSet, ExampleSet
 from attnpo.data.prepared import EncodedTexts, ExampleRecipe, WeightedSplits
 from attnpo.data.rules import LengthRules
-from attnpo.data.weighing import WeighingResult
+from attnpo.data.weighing import WeightingResult
 from attnpo.display.weighted_pair import WeightedPair, pair_with_weights
 from attnpo.models.described import position_warning
 from attnpo.models.loading import load_text_config
@@ -38,7 +38,7 @@ class Inputs:
     """
 
     pairs: dict[str, PairSet]
-    weighed: WeighingResult
+    weighed: WeightingResult
     examples: dict[str, ExampleSet]
     recipe: ExampleRecipe
     overlap: Overlap | None = None

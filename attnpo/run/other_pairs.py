@@ -13,7 +13,7 @@ from torch import Tensor
 from attnpo.data.collate import TrainingExample, collate
 from attnpo.data.prepare import EncodedSet, encode_pairs, prepare_examples
 from attnpo.data.prepared import ExampleRecipe
-from attnpo.data.weighing import WeighingResult
+from attnpo.data.weighing import WeightingResult
 from attnpo.judge.base import LoadedJudge
 from attnpo.models.layouts import padded_layout
 from attnpo.objectives.base import LengthScaled, PreferenceObjective, mean_factors
@@ -32,7 +32,11 @@ class RewardFactors(NamedTuple):
 
 
 def weigh_other_pairs(
-    recipe: ExampleRecipe, weighed: WeighingResult, readers: Readers, pairs: Sequence[PreferencePair], ask: bool = False
+    recipe: ExampleRecipe,
+    weighed: WeightingResult,
+    readers: Readers,
+    pairs: Sequence[PreferencePair],
+    ask: bool = False,
 ) -> list[TrainingExample]:
     """Returns the pairs as weighted examples; pairs without weights get weights of 0.
 
@@ -97,7 +101,7 @@ def token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tenso
 def reward_factors(
     objective: PreferenceObjective,
     recipe: ExampleRecipe,
-    weighed: WeighingResult,
+    weighed: WeightingResult,
     readers: Readers,
     pairs: Sequence[PreferencePair],
 ) -> Mapping[str, RewardFactors]:

@@ -19,7 +19,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import EncodedSet
 from attnpo.data.rules import LengthRules
 from attnpo.data.scoring import RunScorers, score_examples
-from attnpo.data.weighing import WeighingResult
+from attnpo.data.weighing import WeightingResult
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.settings import Judge
@@ -160,9 +160,9 @@ class Readers:
         *,
         shard: tuple[int, int] | None = None,
         every_row: bool = False,
-    ) -> WeighingResult:
+    ) -> WeightingResult:
         """Returns the weights of ``source``, whose layer must be known, for ``encoded`` pairs (``data.weighing``)."""
-        return weighing.weigh_splits(
+        return weighing.load_or_compute_weights(
             source,
             self.make_reader(source),
             self.base.store,

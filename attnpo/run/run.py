@@ -16,7 +16,7 @@ from attnpo.cli.progress import import_phase, phase
 from attnpo.config.compose import to_yaml
 from attnpo.config.named_files import digest_named_functions
 from attnpo.data.arrow_rows import get_pair_ids
-from attnpo.data.prompts import AnswerPrompt, encode_prompts
+from attnpo.data.prompts import ChatPrompt, encode_prompts
 from attnpo.models.backbone import freeze
 from attnpo.models.generate import context_length, make_chat_generator
 from attnpo.models.packed_attention import restore_attention
@@ -292,7 +292,7 @@ def write_samples(
     """Writes both models' responses to the first ``settings.samples`` prompts with room for them, as JSON lines."""
     limit = min(max_length, context_length(policy.config) or max_length)
     encoded = encode_prompts(
-        [AnswerPrompt(pair.pair_id, pair.prompt) for pair in pairs], base.chat, settings.sample_tokens, limit
+        [ChatPrompt(pair.pair_id, pair.prompt) for pair in pairs], base.chat, settings.sample_tokens, limit
     )
     pairs = [pair for pair in pairs if pair.pair_id in encoded.kept][: settings.samples]
     if not pairs:

@@ -22,7 +22,7 @@ from attnpo.data.base import PairSet, parse_row_range
 from attnpo.data.collate import TrainingExample, collate
 from attnpo.data.prepare import EncodedSet, Tally, encode_pairs, make_example
 from attnpo.data.rules import AlignRules
-from attnpo.data.weighing import WeighingResult
+from attnpo.data.weighing import WeightingResult
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.pair_record import WeightedResponse
 from attnpo.display.token_table import print_pairs
@@ -222,7 +222,7 @@ def _requested_views(
     layers: Sequence[int | str],
     rounds: Sequence[int | str],
     stages: Sequence[str],
-    weighed: WeighingResult,
+    weighed: WeightingResult,
     transforms: Mapping[str, WeightTransform],
 ) -> list[tuple[ViewKey, WeightSource]]:
     """Returns the requested views, each with the source set to its layer. Raises UserError for a missing view."""
@@ -260,7 +260,7 @@ def _make_example(
     pair: PreferencePair,
     encoded: Mapping[str, EncodedResponse],
     raw: PairWeights | None,
-    weighed: WeighingResult,
+    weighed: WeightingResult,
     transforms: Mapping[str, WeightTransform],
     align: AlignRules,
 ) -> TrainingExample:

@@ -174,7 +174,7 @@ class EmbeddedIds:
             )
 
 
-class EncodedAnswers(NamedTuple):
+class EncodedResponses(NamedTuple):
     """Encoded responses to one prompt, up to the first response that was rejected with ``problem``.
 
     ``apart``: for each response, whether it was tokenised separately because its first characters merge with the
@@ -464,17 +464,19 @@ class ChatFormat:
             UserError: the template rewrites the prompt or the response, no token can end the turn, or the text has lone
                 surrogates.
         """
-        found = self.encode_answers(prompt, [response])
+        found = self.encode_responses(prompt, [response])
         if found.problem is not None:
             raise found.problem
         return found.encoded[0]
 
-    def encode_answers(self, prompt: Sequence[Message], responses: Sequence[str]) -> EncodedAnswers:
+    def encode_responses(self, prompt: Sequence[Message], responses: Sequence[str]) -> EncodedResponses:
         """Encodes several responses to one prompt, up to the first response that is rejected."""
-        return self._encode_rendered(self._render_answers(prompt, responses), _NONE)
+        return self._encode_rendered(self._render_responses(prompt, responses), _NONE)
 
-    def encode_many(self, conversations: Iterable[tuple[Sequence[Message], Sequence[str]]]) -> Iterator[EncodedAnswers]:
-        """Yields the result of ``encode_answers`` for each pair of a prompt and a list of responses.
+    def encode_many(
+        self, conversations: Iterable[tuple[Sequence[Message], Sequence[str]]]
+    ) -> Iterator[EncodedResponses]:
+        """Yields the result of ``encode_responses`` for each pair of a prompt and a list of responses.
 
         AT_ONCE prompts are tokenised together on all cores while this thread renders the next ones (rendering limits
         only work in the main thread). Other errors of ``encode`` are raised when they occur.
@@ -495,13 +497,13 @@ class ChatFormat:
         batch: list[_Rendered] = []
         size = 0
         while len(batch) < AT_ONCE and size < CHARACTERS and (one := next(rest, None)) is not None:
-            batch.append(self._render_answers(*one))
+            batch.append(self._render_responses(*one))
             size += sum(map(len, batch[-1].texts_to_tokenize))
         texts = list(dict.fromkeys(text for rendered in batch for text in rendered.texts_to_tokenize))
         tokenize = partial(self._backend.encode_batch, texts, add_special_tokens=False)
         return batch, pool.submit(lambda: dict(zip(texts, tokenize(), strict=True)))
 
-    def _render_answers(self, prompt: Sequence[Message], responses: Sequence[str]) -> _Rendered:
+    def _render_responses(self, prompt: Sequence[Message], responses: Sequence[str]) -> _Rendered:
         placed: list[_Conversation] = []
         unread, before, problem = False, None, None
         try:
@@ -519,8 +521,8 @@ class ChatFormat:
             problem = error
         return _Rendered(placed, problem, unread)
 
-    def _encode_rendered(self, rendered: _Rendered, known: "Encodings") -> EncodedAnswers:
-        found = EncodedAnswers([], [])
+    def _encode_rendered(self, rendered: _Rendered, known: "Encodings") -> EncodedResponses:
+        found = EncodedResponses([], [])
         if rendered.unread:
             self._log_once(logging.WARNING, _UNREAD)
         try:

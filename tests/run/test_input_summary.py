@@ -9,7 +9,7 @@ import pytest
 
 from attnpo.config.compose import load
 from attnpo.data.arrow_rows import count_row_tokens
-from attnpo.data.example_numbers import token_percentiles
+from attnpo.data.example_statistics import token_percentiles
 from attnpo.data.micro_batches import PADDED, SHARED_PREFIX
 from attnpo.data.prepare import percentiles
 from attnpo.models.loading import load_config

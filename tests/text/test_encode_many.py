@@ -17,7 +17,7 @@ from attnpo.data.prepare import encode_pairs
 from attnpo.data.rules import KeepSide, LengthRules, OverlongAction
 from attnpo.schema import Message, PreferencePair, UserError
 from attnpo.text import chat as chat_module
-from attnpo.text.chat import ChatFormat, EncodedAnswers
+from attnpo.text.chat import ChatFormat, EncodedResponses
 from attnpo.text.ranges import Range, _find_gaps, as_array, as_ranges, extend_over_gaps
 from attnpo.text.traces import TextSpan, to_response_range, to_response_ranges
 from tests import own_texts
@@ -90,9 +90,11 @@ PAIRS = st.lists(st.builds(PreferencePair.from_texts, prompts(), TEXTS, TEXTS), 
 class OneAtATime(ChatFormat):
     """Chat format that renders and tokenises a prompt's responses before it reads the next prompt."""
 
-    def encode_many(self, conversations: Iterable[tuple[Sequence[Message], Sequence[str]]]) -> Iterator[EncodedAnswers]:
+    def encode_many(
+        self, conversations: Iterable[tuple[Sequence[Message], Sequence[str]]]
+    ) -> Iterator[EncodedResponses]:
         """Yields what each prompt's responses are by themselves."""
-        return (self.encode_answers(*one) for one in conversations)
+        return (self.encode_responses(*one) for one in conversations)
 
 
 class Lines(logging.Handler):

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from attnpo.config.compose import to_yaml
 from attnpo.data.prepare import EncodedSet, fit_transforms, prepare_examples
 from attnpo.data.prepared import EncodedTexts, ExampleRecipe, read_pairs
-from attnpo.data.weighing import WeighingResult
+from attnpo.data.weighing import WeightingResult
 from attnpo.display.heatmap import heatmap_html, write_svg
 from attnpo.display.output import make_console
 from attnpo.display.page import CodeBlock, KeyValues, RawHtml, Section
@@ -236,7 +236,7 @@ def measure_weights(
     return WeightStatistics(label, sides, sink, tokens, most, account, heat)
 
 
-def statistics_before_sink(weighed: WeighingResult, encoded: EncodedSet, kept: set[str]) -> Iterator[dict[str, float]]:
+def statistics_before_sink(weighed: WeightingResult, encoded: EncodedSet, kept: set[str]) -> Iterator[dict[str, float]]:
     """Yields the statistics of each kept response on the source's own tokens, before the sink rule."""
     source = weighed.source
     if source.postprocess is not None:

@@ -12,7 +12,7 @@ from attnpo.cli.terminal import command_text
 from attnpo.config.named_files import digest_named_files, is_at_or_below
 from attnpo.data.prepare import EncodedSet
 from attnpo.data.prepared import read_pairs
-from attnpo.data.weighing import WeighingResult
+from attnpo.data.weighing import WeightingResult
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.outcome import SourceCost
 from attnpo.lab.studies.plan import StudyPlan
@@ -128,7 +128,7 @@ def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder:
     encoded = encode_splits(pairs, base, cfg.lengths).encoded
     _record_gate(basis, "this base", report.get("base"))
     basis.scorers = train_scorers(study.name, runs, seed, basis.facts, plan.store, plan.workers)
-    done: dict[str, WeighingResult] = {}
+    done: dict[str, WeightingResult] = {}
     for name, config in configs.items():
         if name in basis.lost:
             continue
@@ -183,7 +183,7 @@ def _arm_readers(readers: Readers, cfg: FitConfig, store: Path) -> tuple[Readers
 TIMED = 64  # pairs used to time a weight source that needs no model
 
 
-def _source_cost(source: WeightSource, step_pairs: int, weighed: WeighingResult, encoded: EncodedSet) -> SourceCost:
+def _source_cost(source: WeightSource, step_pairs: int, weighed: WeightingResult, encoded: EncodedSet) -> SourceCost:
     """Returns the cost of an arm's weights; sources that need no model are timed on a few pairs."""
     seconds, pairs = weighed.seconds, encoded.pairs[:TIMED]
     if not weighed.source.requires and not isinstance(weighed.source, OnlineSource):
