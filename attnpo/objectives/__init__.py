@@ -1,1 +1,1 @@
-"""Preference objectives in response space: one file each, each a ``base.PreferenceObjective``."""
+"""Preference objectives in response space: one per file, each implementing ``base.PreferenceObjective``."""

@@ -72,7 +72,7 @@ def log_odds(log_probability: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"
 
 
 class Sft(Enum):
-    """Unit over which the negative log-likelihood of the chosen responses is averaged; never token weights.
+    """Unit over which the negative log-likelihood of the chosen responses is averaged; token weights never apply.
 
     MEAN: each response's tokens. SUM: no averaging, the likelihood of the whole response. BATCH: all chosen tokens of
     the optimizer step, so that longer responses count more.

@@ -45,7 +45,7 @@ def triplet_term(
     """Returns ``relu(|d_a - d_w|^2 - |d_a - d_l|^2 + margin)`` of per-token log-ratios d.
 
     Returns 0 if either distance covers no tokens (no anchor token, or an empty response): with both empty, only the
-    constant margin would remain; with one empty, the other would have nothing to be compared with.
+    constant margin would remain; with one empty, the other would have nothing to compare with.
     """
     half = len(anchor)
     chosen, near = squared_distance(anchor, anchor_mask, ratios[:half], mask[:half])

@@ -239,7 +239,7 @@ def write_marked_file(
 
 
 def remove_partial_line(path: Path) -> bool:
-    """Removes an incomplete last line, left by a stopped command; returns whether there was one."""
+    """Removes an incomplete last line left by an interrupted command; returns whether there was one."""
     content = path.read_bytes() if path.is_file() else b""
     keep = content.rfind(b"\n") + 1
     if keep == len(content):

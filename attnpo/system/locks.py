@@ -265,7 +265,7 @@ def _send_heartbeats(mark: Path, beat: float, stop: threading.Event) -> None:
 
 
 def _machine_id() -> str:
-    """Returns an id of this machine since its boot, or of this container; process ids are unique within it."""
+    """Returns an id of this machine's current boot, or of this container; process ids are unique within it."""
     names = [socket.gethostname()]
     with suppress(OSError):
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

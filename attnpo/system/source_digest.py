@@ -1,4 +1,4 @@
-"""Digest of the source files that can change a run's results. Cheap to import; study workers check it on startup."""
+"""Digest of the source files that can affect a run's results. Cheap to import; study workers check it on startup."""
 
 import hashlib
 from functools import cache
@@ -27,7 +27,7 @@ SHOWING = (
 
 @cache
 def source_digest(root: Path | None = None) -> str:
-    """Returns the digest of all source files that can change a run's results, computed once per process."""
+    """Returns the digest of all source files that can affect a run's results, computed once per process."""
     root = root or PACKAGE
     found = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):

@@ -64,7 +64,7 @@ class _Shard:
 
 
 class _ForeignShard(Exception):
-    """Intact shard that does not belong to the table; the message gives the reason."""
+    """Raised for an intact shard that does not belong to the table; the message states the reason."""
 
 
 class StoreTable:
