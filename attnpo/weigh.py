@@ -50,7 +50,7 @@ def fill_store(cfg: "RunConfig") -> None:
     from attnpo.data.prepare import prepare_examples
     from attnpo.data.prepared import read_pairs
     from attnpo.models.scored import ScoredLM
-    from attnpo.run.input_summary import log_coverage_by_layer, log_weighing
+    from attnpo.run.input_summary import log_coverage_by_layer, log_weight_summary
     from attnpo.run.inputs import encode_splits
     from attnpo.run.memory import log_judge_memory, require_device
     from attnpo.run.models import fill_reference_table, load_base_model, reference_table
@@ -70,7 +70,7 @@ def fill_store(cfg: "RunConfig") -> None:
     if cfg.weights.requires:
         source, _ = cfg.auto_layer.resolve_layer(cfg.weights, readers, encoded["train"])
         weighed = readers.weigh(source, encoded, shard=shard)
-        log_weighing(weighed)
+        log_weight_summary(weighed)
         log_coverage_by_layer(readers, weighed, encoded["train"], cfg.align)
     else:
         log.info("%s needs no judge, so there are no weights to store", type(cfg.weights).__name__)

@@ -213,7 +213,7 @@ def takers(package: Path, names: set[str]) -> list[str]:
 
 def test_the_configuration_ends_at_the_door() -> None:
     whole = whole_configurations(PACKAGE)
-    assert {"FitConfig", "ShowConfig", "ReportConfig", "Resolved"} <= whole["RunConfig"]
+    assert {"FitConfig", "ShowConfig", "ReportConfig", "ResolvedRun"} <= whole["RunConfig"]
     of_runs = takers(PACKAGE, whole["RunConfig"])
     of_others = set(takers(PACKAGE, whole["Root"] - whole["RunConfig"])).difference(of_runs)
     assert len(of_runs) <= OF_RUNS, of_runs

@@ -32,10 +32,10 @@ from attnpo.config.fields import to_config
 from attnpo.config.reader import (
     ABSENT,
     ConfigReader,
+    add_origin_keys,
     did_you_mean,
     join_key,
     missing_value_message,
-    name_origin_keys,
     to_plain_values,
 )
 from attnpo.config.reader import MISSING as MISSING
@@ -480,7 +480,7 @@ def parse(cfg: DictConfig, *, complete: bool = False) -> ParsedConfig:
     root = reader.read(values, Any, "")
     if isinstance(root, RootConfig):
         object.__setattr__(root, "values", values)
-    return ParsedConfig(root, name_origin_keys(reader.problems, origins), reader.missing, reader.unused)
+    return ParsedConfig(root, add_origin_keys(reader.problems, origins), reader.missing, reader.unused)
 
 
 def validate(cfg: DictConfig, *, complete: bool = True) -> None:

@@ -230,7 +230,7 @@ def _null_parent(node: DictConfig | ListConfig, key: str) -> str | None:
     return next((path for path in paths if OmegaConf.select(root, path, default=ABSENT) is None), None)
 
 
-def name_origin_keys(problems: Sequence[str], origins: dict[str, str]) -> list[str]:
+def add_origin_keys(problems: Sequence[str], origins: dict[str, str]) -> list[str]:
     """Adds the source key to each problem of an interpolated value; drops it if that key has its own problem."""
     told = []
     for problem in problems:

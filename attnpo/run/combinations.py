@@ -37,7 +37,7 @@ def needs_layer_search(source: WeightSource) -> bool:
 REFERENCES = ("live", "cached", "first_epoch", "adapter_off")
 
 
-def require_weights_are_read(source: WeightSource, objective: PreferenceObjective) -> None:
+def require_usable_weights(source: WeightSource, objective: PreferenceObjective) -> None:
     """Raises UserError if the objective would not use the token weights, or needs a different kind of weights."""
     if "factors" in objective.requires and source.kind is not Kind.FACTOR:
         raise UserError(

@@ -146,7 +146,7 @@ def log_inputs(inputs: Inputs, statistics: Mapping[str, Json]) -> None:
             log.warning("%s: %s", split, found["warning"])
     if inputs.overlap is not None:
         log.log(logging.WARNING if inputs.overlap.warning() else logging.INFO, "val: %s", inputs.overlap.summary())
-    log_weighing(inputs.weighed)
+    log_weight_summary(inputs.weighed)
 
 
 def log_plan(
@@ -174,7 +174,7 @@ def _count_cut_prompts(weighed: WeightingResult) -> dict[str, dict[str, int]]:
     return found
 
 
-def log_weighing(weighed: WeightingResult) -> None:
+def log_weight_summary(weighed: WeightingResult) -> None:
     """Logs how the weights were computed: truncated prompts, thinking traces, judge accuracy, verbalizer answers."""
     cut_prompts = _count_cut_prompts(weighed)
     if (cut := cut_prompts.get("judge_prompts", {})).get("cut"):

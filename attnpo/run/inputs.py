@@ -126,7 +126,7 @@ def make_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
     return lambda token: str(tokenizer.decode([token]))
 
 
-def heat_map_pairs(
+def make_heat_map_pairs(
     inputs: Inputs, tokenizer: PreTrainedTokenizerBase, count: int, policy: Mapping[str, LogpPair] | None = None
 ) -> list[WeightedPair]:
     """Returns the first ``count`` training pairs with their weights and the judge's verdicts, if any.

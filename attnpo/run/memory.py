@@ -190,7 +190,7 @@ def fit_memory(plan: MemoryPlan) -> tuple[ModelSpec, BatchPlan]:
     with tolerate_failed_estimate(asked.path):
         config = load_config(asked.path, asked.revision)
         estimates = [plan.estimate(config, choice, batch) for choice in choices]
-        place, why = choose_quickest_fit(estimates, capacity)
+        place, why = choose_fastest_fit(estimates, capacity)
         if capacity is not None and estimates[place].fits(capacity):
             batch = maximize_token_budgets(plan, config, choices[place], capacity)
     log_once(_decision_lines(plan, choices, estimates, place, why, batch))
@@ -217,7 +217,7 @@ def maximize_token_budgets(plan: MemoryPlan, config: PretrainedConfig, model: Mo
     return made
 
 
-def choose_quickest_fit(estimates: Sequence[MemoryEstimate], capacity: int | None) -> tuple[int, str]:
+def choose_fastest_fit(estimates: Sequence[MemoryEstimate], capacity: int | None) -> tuple[int, str]:
     """Returns the index of the first (fastest) estimate that fits in ``capacity`` bytes, and the reason."""
     if capacity is None:
         return len(estimates) - 1, "the one that needs the least memory, because no GPU memory could be read"

@@ -36,7 +36,7 @@ from attnpo.models.loading import load_text_config, weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.run.folders import store_root
 from attnpo.run.input_summary import describe_example
-from attnpo.run.inputs import Inputs, heat_map_pairs
+from attnpo.run.inputs import Inputs, make_heat_map_pairs
 from attnpo.run.result import RunResult, TruthScores
 from attnpo.run.run_config import RunConfig
 from attnpo.system.credentials import mask_credentials
@@ -89,7 +89,7 @@ def write_run_report(
     if result.drift:
         blocks.append(drift_section(result, folder))
     blocks.append(inputs_section(result))
-    if settings.heat_maps and (shown := heat_map_pairs(inputs, chat.tokenizer, settings.heat_maps, policy)):
+    if settings.heat_maps and (shown := make_heat_map_pairs(inputs, chat.tokenizer, settings.heat_maps, policy)):
         blocks.append(
             Section("Token weights of the first pairs", [Paragraph(HOVER), RawHtml(heatmap_html(shown, page=False))])
         )
@@ -257,7 +257,7 @@ def log_run_to_wandb(
         media: dict[str, Any] = {name: make_wandb_table(*table) for name, table in tables.items()}
         if settings.report and (folder / CURVES).is_file():
             media["curves"] = wandb.Image(str(folder / CURVES))
-        if settings.heat_maps and (shown := heat_map_pairs(inputs, tokenizer, settings.heat_maps)):
+        if settings.heat_maps and (shown := make_heat_map_pairs(inputs, tokenizer, settings.heat_maps)):
             page = heatmap_html(shown, title=folder.name)
             media["weights/heat_maps"] = wandb.Html(page, inject=False)
         tracker.log_metrics(media, step=result.steps)

@@ -40,7 +40,7 @@ from attnpo.models.memory import ModelShape, count_parameters
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.objectives.base import LengthFrom
-from attnpo.run.combinations import needs_layer_search, require_weights_are_read
+from attnpo.run.combinations import needs_layer_search, require_usable_weights
 from attnpo.run.components import JudgePreparer, PreparedJudge, Preparer
 from attnpo.run.folders import store_root
 from attnpo.run.messages import log_once
@@ -215,7 +215,7 @@ log = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=RunConfig)
 
 
-class Resolved(NamedTuple, Generic[Config]):
+class ResolvedRun(NamedTuple, Generic[Config]):
     """Config with all paths filled in, and the components built from the config; commands unpack this tuple.
 
     ``report``: what ``prepare`` measured when it built model, data and judge.
@@ -281,7 +281,7 @@ def judge_report(judge: PreparedJudge) -> dict[str, object]:
     return {**judge.report, "reused": judge.reused}
 
 
-def resolve(cfg: Config) -> Resolved[Config]:
+def resolve(cfg: Config) -> ResolvedRun[Config]:
     """Resolves a config: fills in its paths, describes the model and its readers, and checks them.
 
     Raises UserError, before any data is read, for anything that would fail to load later.
@@ -303,10 +303,10 @@ def resolve(cfg: Config) -> Resolved[Config]:
         command = command_text("weigh", *cfg.composed.arguments())
         length_from = getattr(cfg.objective, "length_from", None)
         readers = Readers(base, cfg.judge, cfg.verbalizer, cfg.lengths, cfg.align.method, length_from, command)
-        require_weights_are_read(cfg.weights, cfg.objective)
+        require_usable_weights(cfg.weights, cfg.objective)
         judged = check_readers(readers, cfg.weights)
         log_once([f"chat template: training uses {chat.chosen.origin}{judged}"])
-    return Resolved(cfg, base, readers, report)
+    return ResolvedRun(cfg, base, readers, report)
 
 
 def check_readers(readers: Readers, source: WeightSource) -> str:

@@ -27,7 +27,7 @@ from attnpo.run.folders import POLICIES, make_folder
 from attnpo.run.for_page import PAIRS, save_page_examples
 from attnpo.run.identity import make_identity
 from attnpo.run.input_summary import example_statistics, log_inputs, log_plan, require_budgets, require_examples
-from attnpo.run.inputs import Inputs, heat_map_pairs, read_inputs, write_training_prompts
+from attnpo.run.inputs import Inputs, make_heat_map_pairs, read_inputs, write_training_prompts
 from attnpo.run.memory import fit_memory, log_judge_memory, log_training_memory, make_memory_plan, require_device
 from attnpo.run.messages import warn_low_learning_rate
 from attnpo.run.models import load_base_model
@@ -188,14 +188,14 @@ def _finish_run(
         package_versions(),
         truth,
         drift,
-        read_merge_losses(folder),
+        read_merge_errors(folder),
     )
     if result.training_warning is not None:
         log.warning("warning: %s", result.training_warning)
     (folder / f"{RESULT}.part").write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
     if point:
         with tolerate_failure(folder, "saving examples for the study's page"):
-            save_page_examples(folder, heat_map_pairs(inputs, chat.tokenizer, PAIRS), sampled)
+            save_page_examples(folder, make_heat_map_pairs(inputs, chat.tokenizer, PAIRS), sampled)
     if callbacks.report:
         with tolerate_failure(folder, "writing the report"):
             shown = inputs.examples["train"].examples[: 0 if base.spec.reward else callbacks.heat_maps]
@@ -207,7 +207,7 @@ def _finish_run(
     return result
 
 
-def read_merge_losses(folder: Path) -> dict[str, Json]:
+def read_merge_errors(folder: Path) -> dict[str, Json]:
     """Reads the rounding errors of merging adapters into ``best/`` and ``last/``; empty without adapters."""
     found: dict[str, Json] = {
         name: account["merge"] for name in POLICIES if "merge" in (account := read_checkpoint_info(folder / name))

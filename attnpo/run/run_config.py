@@ -23,7 +23,7 @@ from attnpo.run.combinations import (
     require_trainable_dtype,
     require_unsharded_policy,
     require_unsharded_quantization,
-    require_weights_are_read,
+    require_usable_weights,
 )
 from attnpo.run.components import DriftMeasure, LayerFinder, Preparer, Truth
 from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_seed
@@ -129,7 +129,7 @@ class RunConfig(RootConfig):
 
     def check_combination(self) -> None:
         """Raises UserError for incompatible components."""
-        require_weights_are_read(self.weights, self.objective)
+        require_usable_weights(self.weights, self.objective)
         require_reference(self.reference, self.objective)
         require_pairs_per_step(self.batch, self.objective)
         if self.trains:

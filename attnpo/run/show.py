@@ -101,7 +101,7 @@ def show(cfg: ShowConfig) -> None:
     if file is not None:
         check_is_marked_file(f"out={file}", file, MAKER)
     if cfg.bad_batch is None:
-        pairs = load_weighed_pairs(cfg)
+        pairs = load_weighted_pairs(cfg)
     else:
         pairs = load_bad_pairs(Path(cfg.bad_batch).expanduser(), cfg.ids, cfg.column, cfg.model)
     if cfg.out == "-":
@@ -139,7 +139,7 @@ def _write_pairs(pairs: Sequence[WeightedPair], path: Path) -> None:
     write_marked_file(f"out={path}", path, content, MAKER)
 
 
-def load_weighed_pairs(cfg: ShowConfig) -> list[WeightedPair]:
+def load_weighted_pairs(cfg: ShowConfig) -> list[WeightedPair]:
     """Returns the requested pairs in each requested view: one from the command line, or rows of a data set.
 
     Raises UserError if no pairs are named, or if a row does not exist or cannot be weighted or scored.

@@ -17,7 +17,7 @@ from attnpo.config.compose import compose, parse_subset
 from attnpo.judge.settings import TOKEN_BUDGET, Judge
 from attnpo.models.memory import GIB, MemoryEstimate, estimate_pass
 from attnpo.models.spec import ModelSpec
-from attnpo.run.memory import MemoryConfig, choose_quickest_fit, make_memory_plan
+from attnpo.run.memory import MemoryConfig, choose_fastest_fit, make_memory_plan
 from experiments.benchmarks.harness import table
 
 LENGTHS = ("8k", "16k")
@@ -57,7 +57,7 @@ def decide(made: Recipe, capacity: int) -> tuple[ModelSpec, MemoryEstimate]:
     """Resolves a recipe's ``auto`` for devices of a given size; returns the choice and its memory estimate."""
     choices, plan = made.model.memory_choices(), make_memory_plan(made)
     estimates = [plan.estimate(SHAPE, choice, plan.smallest_batch) for choice in choices]
-    place, _ = choose_quickest_fit(estimates, capacity)
+    place, _ = choose_fastest_fit(estimates, capacity)
     return choices[place], estimates[place]
 
 

@@ -101,7 +101,7 @@ REWARD = (
     ("override", "message"),
     [
         ("objective=dpo", r"objective DPO needs more than the reward margin: set objective=cpo"),
-        ("objective.sft_coef=1", r"objective CPO needs more than their margin"),
+        ("objective.sft_coef=1", r"objective CPO needs more than the reward margin"),
         ("weights=attention", r"Attention returns token weights: set weights=uniform"),
         ("trainer.strategy=fsdp", r"trainer\.strategy=fsdp shards it"),
         ("callbacks.samples=2", r"cannot generate: set callbacks\.samples=0"),

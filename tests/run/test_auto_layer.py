@@ -17,13 +17,13 @@ from attnpo.lab.auto_layer import LayerChoice, best_layer, standard_error
 from attnpo.lab.measures import AutoLayer
 from attnpo.run.combinations import CHOICE, needs_layer_search
 from attnpo.run.inputs import encode_splits
-from attnpo.run.resolve import Readers, Resolved, resolve
+from attnpo.run.resolve import Readers, ResolvedRun, resolve
 from attnpo.run.run import run
 from attnpo.schema import UserError
 from attnpo.weights.sources.attention import Attention
 from tests.run.worlds import World, build_world, judge_loads
 
-Made = tuple[World, Resolved[Any], EncodedSet]
+Made = tuple[World, ResolvedRun[Any], EncodedSet]
 QUICK = AutoLayer(pairs=4, shares=(0.2,), draws=1)
 
 

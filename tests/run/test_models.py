@@ -26,7 +26,7 @@ from attnpo.run import memory
 from attnpo.run.identity import load_saved_numbers, make_identity
 from attnpo.run.memory import MemoryPlan, fit_memory, make_memory_plan
 from attnpo.run.models import load_base_model, load_policy, load_reference
-from attnpo.run.resolve import BaseModel, Resolved, resolve
+from attnpo.run.resolve import BaseModel, ResolvedRun, resolve
 from attnpo.run.result import RunResult
 from attnpo.run.run import run
 from attnpo.run.run_config import RunConfig
@@ -392,7 +392,7 @@ def test_blocks_that_do_not_compile_stay_plain_under_auto_and_are_refused_by_nam
     given = ("weights=uniform", f"store={tmp_path}", "layout=packed")
     auto = world.config(*given, "model.compile=auto", "model.gradient_checkpointing=auto")
     monkeypatch.setenv(policies_room.COMPILED_CODE, str(tmp_path))
-    monkeypatch.setattr(memory, "choose_quickest_fit", lambda found, capacity: (len(found) - 1, "of this test"))
+    monkeypatch.setattr(memory, "choose_fastest_fit", lambda found, capacity: (len(found) - 1, "of this test"))
     for _ in range(2):
         plan, base, policy = compiling(auto, monkeypatch)
         policy.model.activation_checkpointing_disable()  # as if compiled blocks had room for their activations
@@ -416,7 +416,7 @@ def test_blocks_that_do_not_compile_stay_plain_under_auto_and_are_refused_by_nam
 # ------------------------------------------------------------------------------------------------ layouts
 
 
-def layout_of(made: Resolved[RunConfig], policy: ScoredLM, *requests: str) -> Layout:
+def layout_of(made: ResolvedRun[RunConfig], policy: ScoredLM, *requests: str) -> Layout:
     """The layout that a run takes for its policy."""
     return policies_room.choose_layout(made.base, made.cfg.layout, made.cfg.reference, [policy], set(requests))
 

@@ -20,7 +20,7 @@ from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
 from attnpo.run import show as showing
 from attnpo.run.run import run
-from attnpo.run.show import load_weighed_pairs
+from attnpo.run.show import load_weighted_pairs
 from attnpo.run.show_config import ShowConfig
 from attnpo.schema import SIDES, PreferencePair, TokenStats, UserError
 from attnpo.training.nonfinite import MicroBatchRecord, save_nonfinite_step
@@ -261,10 +261,10 @@ def test_terminal_and_files_hold_the_same(
     found: list[WeightedPair] = []
 
     def weighed_once(cfg: ShowConfig) -> list[WeightedPair]:
-        found.extend([] if found else load_weighed_pairs(cfg))
+        found.extend([] if found else load_weighted_pairs(cfg))
         return found
 
-    monkeypatch.setattr(showing, "load_weighed_pairs", weighed_once)
+    monkeypatch.setattr(showing, "load_weighted_pairs", weighed_once)
     lines = rows(capsys, *argv)
     place = tmp_path / "deep"
     for ending in ("jsonl", "csv", "parquet", "html"):

@@ -23,7 +23,7 @@ from attnpo.lab.studies.study import expand_arms
 from attnpo.models.memory import GIB, MOST, ROUND, MemoryEstimate, estimate_pass, estimate_training, max_token_budget
 from attnpo.models.spec import ModelSpec
 from attnpo.run import combinations as settings
-from attnpo.run.memory import choose_quickest_fit, make_memory_plan, maximize_token_budgets
+from attnpo.run.memory import choose_fastest_fit, make_memory_plan, maximize_token_budgets
 from attnpo.schema import SIDES, Message, PreferencePair
 from attnpo.text.alignment import align
 from attnpo.text.chat import ChatFormat
@@ -276,7 +276,7 @@ def estimate(cfg: FitConfig, config: PretrainedConfig, capacity: float) -> Memor
         cfg.model.memory_choices(),
         cfg.batch.resolve_auto(cfg.lengths.max_length),
     )
-    place, _ = choose_quickest_fit([_estimate(cfg, model, config, least) for model in choices], room)
+    place, _ = choose_fastest_fit([_estimate(cfg, model, config, least) for model in choices], room)
     return _estimate(
         cfg, choices[place], config, maximize_token_budgets(make_memory_plan(cfg), config, choices[place], room)
     )

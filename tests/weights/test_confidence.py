@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnpo.config.compose import list_groups
-from attnpo.run.combinations import require_weights_are_read
+from attnpo.run.combinations import require_usable_weights
 from attnpo.schema import Kind, PreferenceBatch, PreferencePair, TokenStats, UserError
 from attnpo.training.module import apply_online_weights
 from attnpo.training.pair_values import pair_values
@@ -224,9 +224,9 @@ def test_it_works_with_every_objective(option: str, objective: str) -> None:
     loss = objective_of(objective)
     if "factors" in loss.requires and kind is not Kind.FACTOR:
         with pytest.raises(UserError, match="needs weights that are factors"):
-            require_weights_are_read(source_of(option), loss)
+            require_usable_weights(source_of(option), loss)
         return
-    require_weights_are_read(source_of(option), loss) if "token_weights" in loss.requires or option in PAIRS else None
+    require_usable_weights(source_of(option), loss) if "token_weights" in loss.requires or option in PAIRS else None
     out = call(loss, Case(case.policy, case.reference, batch, case.ahead))
     assert out.losses.isfinite().all() and out.losses.shape == (batch.pairs,)
 

@@ -14,7 +14,7 @@ from attnpo.models.layouts import padded_layout
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import OTPO, TwDPO
-from attnpo.run.combinations import require_weights_are_read
+from attnpo.run.combinations import require_usable_weights
 from attnpo.schema import SIDES, EncodedResponse, JudgeRound, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.training.module import PreferenceModule, apply_online_weights
 from attnpo.training.optimizer import Optimizer
@@ -197,19 +197,19 @@ def test_what_a_config_builds_has_its_defaults_and_reads_no_judge() -> None:
 @pytest.mark.parametrize("option", OPTIONS)
 def test_only_objectives_that_read_weights_take_them(option: str) -> None:
     source = source_of(option)
-    require_weights_are_read(source, TwDPO())
+    require_usable_weights(source, TwDPO())
     if source.kind is Kind.FACTOR:
-        require_weights_are_read(source, OTPO())
+        require_usable_weights(source, OTPO())
     else:
         with pytest.raises(
             UserError, match=rf"OTPO needs weights that are factors, but {type(source).__name__} returns a distr"
         ):
-            require_weights_are_read(source, OTPO())
+            require_usable_weights(source, OTPO())
     if not is_neutral(source):
         with pytest.raises(
             UserError, match=f"DPO uses no token weights, so computing the weights of {type(source).__name__}"
         ):
-            require_weights_are_read(source, DPO())
+            require_usable_weights(source, DPO())
 
 
 @pytest.mark.parametrize("option", OFFLINE)

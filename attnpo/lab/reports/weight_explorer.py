@@ -18,7 +18,7 @@ from attnpo.display.explorer import ExplorerPair, ExplorerView, write_explorer
 from attnpo.display.output import make_console
 from attnpo.lab.reports.report_config import ReportConfig
 from attnpo.lab.reports.weight_report import inputs_by_layer, model_label, requested_layers, weights_label
-from attnpo.run.inputs import Inputs, encode_splits, heat_map_pairs
+from attnpo.run.inputs import Inputs, encode_splits, make_heat_map_pairs
 from attnpo.run.models import reference_table
 from attnpo.run.resolve import resolve
 from attnpo.schema import SIDES, PairWeights, UserError
@@ -99,7 +99,7 @@ def first_pair_views(
     option, _, layer = option.partition(" ")
     name = " + ".join([option, *transforms])
     pairs: dict[str, ExplorerPair] = {}
-    for combined in heat_map_pairs(made, tokenizer, count):
+    for combined in make_heat_map_pairs(made, tokenizer, count):
         pair, rounds = combined.pair, () if combined.captured is None else combined.captured.rounds
         views = {ExplorerView(name, layer): replace(combined, captured=None)}
         for number, one in enumerate(rounds if len(rounds) > 1 else (), 1):

@@ -47,7 +47,7 @@ from attnpo.lab.reports.report_config import ReportConfig, printed_files
 from attnpo.models.spec import ModelSpec
 from attnpo.run.components import LayerFinder
 from attnpo.run.input_summary import describe_lost_weights_of_split
-from attnpo.run.inputs import Inputs, encode_splits, heat_map_pairs
+from attnpo.run.inputs import Inputs, encode_splits, make_heat_map_pairs
 from attnpo.run.resolve import Readers, resolve
 from attnpo.schema import SIDES, UserError
 from attnpo.system.files import safe_filename
@@ -232,7 +232,7 @@ def measure_weights(
     }
     account |= {name: text for name, text in said.items() if text is not None}
     sink = mean_statistics(statistics_before_sink(made.weighed, encoded, kept))
-    heat = heat_map_pairs(made, tokenizer, heat_maps) if heat_maps else []
+    heat = make_heat_map_pairs(made, tokenizer, heat_maps) if heat_maps else []
     return WeightStatistics(label, sides, sink, tokens, most, account, heat)
 
 

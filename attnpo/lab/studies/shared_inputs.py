@@ -22,7 +22,7 @@ from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.run.identity import APART, make_identity
 from attnpo.run.inputs import encode_splits
-from attnpo.run.resolve import Readers, Resolved, judge_report, make_judge, resolve, resolve_paths
+from attnpo.run.resolve import Readers, ResolvedRun, judge_report, make_judge, resolve, resolve_paths
 from attnpo.schema import digest
 from attnpo.system.files import file_digest, read_record, safe_filename, write_record
 from attnpo.system.machine import package_versions
@@ -104,7 +104,7 @@ def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder:
         *plain.items(),
         *((None, run.with_values({"seed": seed}).config_with_paths(*known)) for run in runs.values()),
     ]
-    ground: Resolved[FitConfig] | None = None
+    ground: ResolvedRun[FitConfig] | None = None
     for name, config in candidates:
         try:
             ground = resolve(config)
