@@ -342,5 +342,5 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="lone: expected a finished study, but it is not finished, 9 of 9"):
         write_gains([lone], tmp_path)
     shutil.rmtree(lone)
-    with pytest.raises(UserError, match="there is none"):
+    with pytest.raises(UserError, match="it does not exist"):
         write_gains([lone], tmp_path)

@@ -140,7 +140,7 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
     for load in (attnpo.load_run, attnpo.load_study):
         with pytest.raises(UserError, match=r"expected the folder of a finished study .* found r/, s/"):
             load(tmp_path)
-        with pytest.raises(UserError, match=r"there is none"):
+        with pytest.raises(UserError, match=r"it does not exist"):
             load(tmp_path / "nowhere")
     (run / "result.json").write_text('{"seed": 1}')
     with pytest.raises(UserError, match=r"expected the result of a run, but it cannot be read"):

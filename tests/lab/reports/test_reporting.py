@@ -513,7 +513,9 @@ def test_tables_are_read_back_as_they_were_printed(tmp_path: Path) -> None:
 def test_a_file_without_tables_is_refused(tmp_path: Path, text: str) -> None:
     study = a_study(tmp_path / "a", {"uniform": 0.5})
     (study / "tables.json").write_text(text)
-    with pytest.raises(UserError, match=r"tables\.json: (cannot be read as|expected) the tables of a study"):
+    with pytest.raises(
+        UserError, match=r"tables\.json: (cannot be read as study tables|expected the tables of a study)"
+    ):
         read_study(study)
 
 
@@ -524,7 +526,7 @@ def test_folders_that_hold_nothing_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"expected the folder of a finished run \(result.json\), found nothing"):
         report_on(tmp_path, ["run", str(tmp_path / "empty")])
-    with pytest.raises(UserError, match="there is none"):
+    with pytest.raises(UserError, match="it does not exist"):
         report_on(tmp_path, ["study", str(tmp_path / "nowhere")])
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "result.json").write_text("{")

@@ -297,7 +297,7 @@ def test_a_folder_without_evaluations_says_what_it_holds(tmp_path: Path) -> None
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"expected the folder of a finished evaluation .*found nothing"):
         report_on(tmp_path, [tmp_path / "empty"])
-    with pytest.raises(UserError, match="there is none"):
+    with pytest.raises(UserError, match="it does not exist"):
         report_on(tmp_path, [tmp_path / "nowhere"])
     raw = compose("report", [])
     OmegaConf.update(raw, "what", ["scores"])
