@@ -101,7 +101,7 @@ def test_devices_follow_the_launcher(
     ("variables", "given", "words"),
     [
         (of_torchrun(0, 2, 2), ["trainer.devices=1"], "trainer.devices=1 and trainer.num_nodes=1 request 1"),
-        (of_torchrun(1, 2, 2), ["trainer.devices='0,1,2'"], "torchrun started 2 .* trainer.devices=0,1,2 .* for 3"),
+        (of_torchrun(1, 2, 2), ["trainer.devices='0,1,2'"], "torchrun started 2 .* trainer.devices=0,1,2 .* request 3"),
         (of_torchrun(0, 4, 2), ["trainer.num_nodes=4"], "4 processes on 2 nodes, .* trainer.num_nodes=4 request"),
         (of_srun(1, 2, 1), ["trainer.devices=4"], r"SLURM .* started 2 .* trainer.devices=4 .* request 4"),
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, [], "SLURM_NTASKS is 2, but srun did not start this process"),
