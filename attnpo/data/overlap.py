@@ -43,7 +43,7 @@ class Overlap:
 
 
 class OverlapCounter:
-    """Counts pairs and prompts that occur in both splits; all training pairs must be added first."""
+    """Counts validation pairs and prompts that also occur in training; all training pairs must be added first."""
 
     def __init__(self) -> None:
         self._ids: set[bytes] = set()

@@ -34,7 +34,7 @@ class PromptColumns(Columns):
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Prompt for generation: an id, and turns of which the last is the user's."""
+    """Prompt for generation: an id, and turns ending with a user turn."""
 
     id: str
     messages: tuple[Message, ...]

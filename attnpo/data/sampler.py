@@ -245,7 +245,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
         self.consumed = self._start = batches
 
     def is_mid_step(self, state: SamplerState) -> bool:
-        """Tells whether ``state`` was saved within an optimizer step."""
+        """Returns whether ``state`` was saved within an optimizer step."""
         return self._is_mid_step(int(state["batches"]), StepSplit(**state["layout"]))
 
     def _is_mid_step(self, batches: int, split: StepSplit) -> bool:

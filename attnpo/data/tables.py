@@ -124,7 +124,7 @@ def read_table(path: str, split: str, option: str, subset: str | None = None, re
     if place.exists() and subset:
         raise UserError(
             f"data.subset={subset} applies to datasets on the hub, but data.path={path} is a local path: set "
-            "data.subset=null and data.path to the folder or file you mean"
+            "data.subset=null, and data.path to the folder or file you mean"
         )
     if place.exists() and revision:
         _LOG.warning("data.path=%s is a local path: data.revision has no effect", path)
