@@ -52,7 +52,7 @@ from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.base import ScoredSource, WeightSource
 from attnpo.weights.capture import LogpPair
-from attnpo.weights.readers import RunReward, RunVerbalizer
+from attnpo.weights.readers import RunRewardModel, RunVerbalizer
 from attnpo.weights.sources.reward_attention import RewardAttention
 from attnpo.weights.verbalizer_settings import Verbalizer
 
@@ -180,12 +180,12 @@ class Readers:
             )
         return RunScorers(source, self.base.spec, self.base.chat, self.lengths)
 
-    def _make_reward_reader(self, source: WeightSource) -> RunReward:
+    def _make_reward_reader(self, source: WeightSource) -> RunRewardModel:
         if not isinstance(source, RewardAttention):
             raise UserError(
                 f"weights {type(source).__name__} need a reward model but name none: set weights=reward_attention"
             )
-        reward = RunReward(source, self.base.spec.fallback_template)
+        reward = RunRewardModel(source, self.base.spec.fallback_template)
         check_exact_length(
             load_text_config(reward.path, reward.revision), reward.path, "weights.max_length", source.max_length
         )

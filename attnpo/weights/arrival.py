@@ -1,7 +1,7 @@
 """Coverage and kept mass: how much of a source's weight reaches the training tokens.
 
 Kept mass is the share of a response's absolute weights (on the source's own tokens, after transforms) that reaches
-training tokens with characters. The rest is lost, because the training tokenizer splits the text differently or because
+training tokens containing text. The rest is lost because the training tokenizer splits the text differently or because
 training truncates it. Text that the source never read has no weight to lose.
 """
 
@@ -85,6 +85,6 @@ class WeightCoverage:
 
     @property
     def is_low(self) -> bool:
-        """Tells whether enough weight is lost to justify a warning."""
+        """Returns whether enough weight is lost to justify a warning."""
         kept = self.kept_mass_chosen, self.kept_mass_rejected
         return min(kept) < KEPT or abs(kept[0] - kept[1]) > SIDES_APART or self.source_coverage < SOURCE

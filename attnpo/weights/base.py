@@ -190,7 +190,7 @@ Uncaptured = TextSource  # its name before 0.2.0
 
 
 class OnlineSource(TextSource):
-    """Source that computes each batch's weights from statistics of the training step; equal weights before that.
+    """Source that computes each batch's weights from statistics of the training step; they are equal before training.
 
     ``statistics``: the parts of ``TokenStats`` that the source reads besides the log-probabilities, named as in an
     objective's ``requires``.
@@ -228,7 +228,7 @@ def online_statistics(source: WeightSource) -> frozenset[str]:
 
 
 def is_neutral(source: WeightSource) -> bool:
-    """Tells whether ``source`` requires no model and has equal token weights, so that any objective may ignore it."""
+    """Returns whether ``source`` requires no model and has equal token weights, so that any objective may ignore it."""
     return not source.requires and not (isinstance(source, TextSource) and not source.neutral)
 
 

@@ -38,7 +38,7 @@ class _FlatRows:
         self.place = np.arange(len(self.owner)) - self.starts[self.owner]
 
     def row_sums(self, values: Floats) -> Floats:
-        """Returns the sum of each row, computed in torch's order of addition."""
+        """Returns the sum of each row, adding in the same order as torch."""
         parts = torch.from_numpy(values).split_with_sizes(self.sizes)
         return np.array([float(part.sum()) for part in parts], dtype=np.float64)
 
@@ -144,7 +144,7 @@ class AlignedResponse(NamedTuple):
 
     @property
     def coverage(self) -> float:
-        """Returns the share of tokens with characters that have a counterpart; 1 if there are no such tokens."""
+        """Returns the share of tokens containing text that have a counterpart; 1 if there are no such tokens."""
         return self.partnered / self.content if self.content else 1.0
 
 

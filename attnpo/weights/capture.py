@@ -55,7 +55,7 @@ def weights_key(
     """Returns the store key of captured weights, built from the fingerprints of ``judge`` and ``prompts``.
 
     The judge's fingerprint covers weights, dtype and attention kernel family; it is computed without loading the model.
-    The fingerprint of the prompts covers tokenizer, chat template, judge template, assembly and length rules. The text
+    The fingerprint of the prompts covers tokenizer, chat template, judge template, assembly and length limits. The text
     of a pair is covered by its ``pair_id``.
     """
     return {"source": source.capture_fingerprint(), "judge": judge, "prompts": prompts, "code": CAPTURE_VERSION}

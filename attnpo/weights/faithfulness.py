@@ -68,7 +68,7 @@ class RemovalSettings:
 
 @dataclass(frozen=True)
 class TokenRanking:
-    """Character ranges and weights of a response's tokens, without those that contain no characters."""
+    """Character ranges and weights of the tokens of one response; tokens without characters are excluded."""
 
     offsets: tuple[Range, ...]
     weights: tuple[float, ...]
@@ -146,7 +146,7 @@ def rank_tokens(source: WeightSource, captured: Mapping[str, PairWeights], layer
 
 
 def make_ranking(offsets: Sequence[Sequence[int]], weights: Sequence[float]) -> TokenRanking:
-    """Builds the ranking of a response's tokens, without those that contain no characters: they cannot be removed."""
+    """Builds the ranking of a response's tokens, excluding those without characters, which cannot be removed."""
     whole = [((start, end), weight) for (start, end), weight in zip(offsets, weights, strict=True) if end > start]
     return TokenRanking(tuple(place for place, _ in whole), tuple(float(weight) for _, weight in whole))
 
@@ -215,7 +215,7 @@ def _trim_whitespace(text: str, piece: Range) -> Range:
 
 
 def _joining_whitespace(stretch: str) -> str:
-    """Returns the whitespace that replaces a removed stretch; empty if the stretch contained none."""
+    """Returns the whitespace that replaces a removed span; empty if the span contained none."""
     if not any(letter.isspace() for letter in stretch):
         return ""
     runs = stretch[: len(stretch) - len(stretch.lstrip())], stretch[len(stretch.rstrip()) :]
@@ -239,7 +239,7 @@ def measure_token_removal(
     """Measures the verdicts' log-odds with and without the tokens to which each of ``sources`` assigns the most weight.
 
     Skips pairs without a ranking from every source, and pairs whose shortened responses cannot be shown to the judge.
-    Each distinct prompt is read once, for its verdict only. ``progress`` is called with (prompts read, total prompts).
+    Each distinct prompt is read once, only for its verdict. ``progress`` is called with (prompts read, total prompts).
     UserError if no pair remains.
     """
     usable = [pair for pair in pairs if all(pair.pair_id in found for found in sources.values())]

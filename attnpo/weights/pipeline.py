@@ -57,7 +57,7 @@ FOR_FACTORS = ("shuffled", "inverse", "uniform_on_support", "mixture", "one_side
 class TrainingWeights:
     """Weights of one pair on its training tokens; tuples are (chosen, rejected).
 
-    ``lengths``: |y|, the number of source tokens. ``coverage``: share of the training tokens with characters that have
+    ``lengths``: |y|, the number of source tokens. ``coverage``: share of the training tokens containing text that have
     a counterpart (for a partial source: a counterpart with a weight); tokens of a separately weighted trace do not
     count. ``content``: number of training tokens that ``coverage`` counts; ``unmatched``: number of these without a
     counterpart. ``source_coverage``, ``kept_mass``: shares of the source's tokens and of their absolute weights, after
@@ -106,7 +106,7 @@ class SourceWeights:
 
 
 class PairInputs(NamedTuple):
-    """Input of one pair: its captured rows (None if the source captures nothing) and its training ids by side."""
+    """Inputs for weighting a pair: captured rows (None if the source captures nothing) and training ids by side."""
 
     captured: PairWeights | None
     encoded: Mapping[str, EncodedResponse]
@@ -114,7 +114,7 @@ class PairInputs(NamedTuple):
 
     @property
     def pair_id(self) -> str:
-        """Returns the pair's id, for errors and transforms."""
+        """Returns the pair's id, for error messages and transforms."""
         if self.captured is not None:
             return self.captured.pair_id
         return "without an id" if self.pair is None else self.pair.pair_id
@@ -294,14 +294,14 @@ def _align_chunk(
         [(rows[place].row, rows[place].weights, rows[place].weighted) for place in plain],
         [onto[place] for place in plain],
         method,
-        _has_mean_end(source),
+        _end_gets_mean(source),
     )
     for place, one in zip(plain, landed, strict=True):
         found[place] = one
     return found
 
 
-def _has_mean_end(source: WeightSource) -> bool:
+def _end_gets_mean(source: WeightSource) -> bool:
     return source.postprocess is not None and source.postprocess.end_token is EndToken.MEAN
 
 
@@ -435,8 +435,8 @@ def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None
     """Rejects transforms that are undefined for a source's weights.
 
     Transforms that treat weights as shares of a whole are rejected for factors and signed rows. For an online source,
-    whose weights do not exist before training, these and the fitted ones are rejected. An online source that weights
-    whole pairs accepts no transforms.
+    whose weights do not exist before training, both these and fitted transforms are rejected. An online source that
+    weights whole pairs accepts no transforms.
     """
     if not transforms:
         return
@@ -494,7 +494,7 @@ def _align_response(
         weights, matched, arrived = aligned.weights, aligned.matched & holds, aligned.arrived
         if finished.weighted is not None:
             matched &= _align_row(base, finished.weighted.double(), encoded.response_ids, places, method).weights > 0
-        weights = torch.where(holds, weights, 1.0 / base.token_ids.numel() if _has_mean_end(source) else 0.0)
+        weights = torch.where(holds, weights, 1.0 / base.token_ids.numel() if _end_gets_mean(source) else 0.0)
     weighed = holds & (torch.arange(holds.numel()) >= count_tokens_before(finished.begins, encoded.offsets))
     trace = count_tokens_before(finished.begins, base.offsets.tolist()) if finished.begins else 0
     return AlignedResponse(
@@ -578,7 +578,7 @@ def prepend_trace_rows(
     """Returns the rounds of one response, extended to the tokens of its trace, and the number of trace tokens.
 
     ``begins``: index of the answer's first character; 0 if there is no separately weighted trace. A judge reads only
-    the answer, so the trace's training tokens (those with characters) are prepended with weight 0.
+    the answer, so the trace's training tokens (those containing text) are prepended with weight 0.
     """
     if not begins:
         return list(rows), 0

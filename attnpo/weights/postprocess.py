@@ -42,7 +42,7 @@ def normalize(weights: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def is_flat(row: Float[Tensor, " n"]) -> bool:
-    """Tells whether a raw row becomes uniform because it has no mass on the response (or its mass underflowed to 0)."""
+    """Returns whether a raw row becomes uniform because it has no mass on the response (or the mass underflowed)."""
     return float(row.sum()) == 0
 
 
@@ -78,7 +78,7 @@ def fix_sink(weights: Float[Tensor, " n"], first: int = 1, min_length: int = 5) 
 
 @dataclass(frozen=True)
 class Postprocess:
-    """Rules that turn the raw rows of a response into its distribution.
+    """Rules for converting the raw rows of a response into its distribution.
 
     ``sink_tokens`` is K, and 0 leaves the sink unchanged; ``sink_min_length`` is K'. ``end_token`` is applied after
     alignment.
@@ -111,7 +111,7 @@ class Postprocess:
 
 
 def has_flat_rounds(rows: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> bool:
-    """Tells whether ``combine_rounds`` replaces rows without mass with uniform weights.
+    """Returns whether ``combine_rounds`` replaces rows without mass with uniform weights.
 
     With ``mean_then_normalize`` this requires that all rounds are flat; with ``normalize_then_mean`` one flat round is
     enough.

@@ -30,7 +30,7 @@ from attnpo.system.store import Store, StoreTable
 from attnpo.text.chat import ChatFormat
 from attnpo.text.traces import judged_text
 from attnpo.weights.score_parser import parse_scores
-from attnpo.weights.sources.reward_attention import LoadedReward, RewardAttention
+from attnpo.weights.sources.reward_attention import LoadedRewardModel, RewardAttention
 from attnpo.weights.sources.verbalized import LoadedVerbalizer
 from attnpo.weights.verbalizer_settings import ScorePromptBuilder, Verbalizer
 
@@ -107,7 +107,7 @@ BATCHES_AT_ONCE = 4
 
 
 class RunVerbalizer(WeightReader):
-    """Verbalizer of a run, whose model is loaded only if an answer is missing.
+    """Verbalizer of a run; its model is loaded only if an answer is missing.
 
     Args:
         verbalizer: the settings.
@@ -162,7 +162,7 @@ class RunVerbalizer(WeightReader):
         return self._store.table(ANSWERS, self.fingerprint())
 
     def load(self, device: torch.device) -> LoadedVerbalizer:
-        """Returns the generator, the questions and the decoding settings that capturing needs.
+        """Returns the generator, the prompt builder and the decoding settings for capturing.
 
         The model is loaded when the first missing answer is requested.
         """
@@ -205,7 +205,7 @@ def answer_key(prompt: Sequence[Message]) -> str:
 
 
 def load_answers(table: StoreTable, keys: Sequence[str]) -> dict[str, str]:
-    """Loads the answers to ``keys`` that are in the store."""
+    """Loads the stored answers for ``keys``, omitting those that are not in the store."""
     known = [key for key, columns in table.columns_present(keys).items() if ANSWER in columns]
     return {key: str(row[ANSWER]) for key, row in table.read(known, [ANSWER]).items()}
 
@@ -244,7 +244,7 @@ class CachedGenerator:
 # ------------------------------------------------------------------------------------- a reward model
 
 
-class RunReward(AttentionReader):
+class RunRewardModel(AttentionReader):
     """Reward model of a run, loaded at most once.
 
     Args:
@@ -289,9 +289,9 @@ class RunReward(AttentionReader):
         """Returns the fingerprint of the chat format in which the model reads conversations."""
         return self.chat.fingerprint()
 
-    def load(self, device: torch.device) -> LoadedReward:
+    def load(self, device: torch.device) -> LoadedRewardModel:
         """Loads the model onto ``device``; returns it with its chat format, for capturing."""
         model = load_model(self.path, dtype=self.settings.dtype, revision=self.revision, reward=True)
         model.to(device)  # type: ignore[arg-type]
         reader = RewardModel(model, token_budget=self.settings.token_budget, kernel=self.kernel)
-        return LoadedReward(reader, self.chat)
+        return LoadedRewardModel(reader, self.chat)

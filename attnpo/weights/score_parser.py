@@ -1,6 +1,6 @@
-"""Parser of verbalised importance: reads scored parts from an answer and locates the parts in the response.
+"""Parser for verbalised importance: reads scored parts from an answer and locates the parts in the response.
 
-Handles free text only: no model, no tokens. The paper describes the method (split the response into parts, score each
+Works on plain text only: no model, no tokens. The paper describes the method (split the response into parts, score each
 from 1 to 5) but specifies neither a prompt nor a parser; both are ours.
 """
 

@@ -1,7 +1,7 @@
 """Transforms of post-processed weights on the source's tokens: control conditions, mixtures and fitted profiles.
 
 Transforms run between a source's post-processing and the alignment with training tokens. A transform maps the row of
-one response to a row of the same length; a *fitted* one is first fitted to the rows of the training split. Random
+one response to a row of the same length; a *fitted* one is first estimated from the rows of the training split. Random
 choices depend only on (seed, pair id, side), so a row is the same in every run and regardless of order.
 """
 
@@ -41,7 +41,7 @@ class WeightTransform(Protocol):
 
     @property
     def needs_fit(self) -> bool:
-        """Tells whether ``fit`` must be called before the first row."""
+        """Returns whether ``fit`` must be called before the first row."""
 
     def fit(self, rows: Iterable[WeightRow]) -> "WeightTransform":
         """Returns the transform fitted on ``rows``."""
@@ -62,7 +62,7 @@ class _StatelessTransform:
 
 
 def accepts_factors(transform: object) -> bool:
-    """Tells whether a transform declares that it also works on factors."""
+    """Returns whether a transform declares that it also works on factors."""
     return bool(getattr(transform, "factors", False))
 
 
@@ -248,9 +248,9 @@ def _copy_with_state(transform: _Some, **state: object) -> _Some:
 
 @dataclass(frozen=True)
 class CrossPair:
-    """Uses another response's weights, resampled to this length: keeps position profile and smoothness, not content.
+    """Uses another response's weights, resampled to fit: keeps position profile and smoothness, not content.
 
-    The donor is the same side's row of another training pair, drawn by (seed, pair id, side).
+    The donor is the same side's row from another training pair, drawn by (seed, pair id, side).
     """
 
     seed: int = 0
@@ -315,7 +315,7 @@ class PositionProfile:
 class TokenProfile:
     """Mean of ``n * w`` by token id over the training set: tests whether the weights depend only on words.
 
-    Unseen ids get 1, the mean of all. With ``position``, the token's factor is multiplied by the position profile.
+    Unseen ids get 1, the overall mean. With ``position``, the token's factor is multiplied by the position profile.
     """
 
     position: bool = False

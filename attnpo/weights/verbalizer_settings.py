@@ -65,9 +65,9 @@ class ScorePromptBuilder:
 
     Args:
         template: the prompt template.
-        asked: the chat format of the model that scores.
+        asked: the chat format of the scoring model.
         trained: the chat format of training. Scores are assigned to its tokens, so each training token gets its score
-            without alignment, whichever model scores.
+            without alignment, regardless of the scoring model.
         room: maximum number of tokens of a prompt; None for no limit.
 
     Raises UserError if the template has a system message and the model's chat template accepts none.
@@ -98,9 +98,9 @@ class ScorePromptBuilder:
         if self.room is not None and count > self.room:
             raise RefusedText(
                 "a prompt is too long for the verbalizer",
-                f"the prompt about the {side} response has {count} tokens, but must have at most {self.room} to leave "
+                f"the prompt for the {side} response has {count} tokens, but must have at most {self.room} to leave "
                 "room for the answer: lower verbalizer.sampling.max_new_tokens, or raise verbalizer.max_length if the "
-                "model can read more",
+                "model supports it",
             )
         return messages
 
@@ -109,7 +109,7 @@ class ScorePromptBuilder:
         return self.template.messages(question_text(pair.prompt), judged_text(pair, side))
 
     def training_tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the response's training tokens with characters, before any truncation, and their character ranges.
+        """Returns the response's training tokens that contain text, before any truncation, and their character ranges.
 
         If the response has a separately weighted trace, only the tokens of the answer are returned.
         """

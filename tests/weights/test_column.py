@@ -134,7 +134,7 @@ def test_a_token_has_the_mean_over_its_characters() -> None:
         ([[0, 7]], r"span 0: expected a range within the response's 6 characters, got \[0, 7\)"),
         ([[-1, 2]], r"span 0: expected a range within"),
         ([[0, 2], [1, 3]], r"span 1: \[1, 3\) overlaps an earlier span"),
-        ([[0, 2.5]], r"span 0: expected whole numbers as start and end, got 0 and 2\.5"),
+        ([[0, 2.5]], r"span 0: expected integers as start and end, got 0 and 2\.5"),
         ([[0, 2, math.nan]], r"span 0: expected a finite number, got nan"),
         ([[0, 2, -1]], r"span 0: expected at least 0"),
         ([[0]], r"span 0: expected \[start, end\], .* got \[0\]"),

@@ -16,7 +16,7 @@ from attnpo.schema import SIDES, EncodedResponse, Message, PreferencePair, UserE
 from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.weights.capture import UnreadablePair
 from attnpo.weights.pipeline import training_weights
-from attnpo.weights.sources.reward_attention import LoadedReward, RewardAttention, response_attention
+from attnpo.weights.sources.reward_attention import LoadedRewardModel, RewardAttention, response_attention
 from tests.run.made import make, make_inputs
 from tests.run.worlds import TRAIN, VAL, World, build_world
 from tests.weights.fakes import words
@@ -60,7 +60,7 @@ def pair_of(chosen: str, rejected: str) -> PreferencePair:
     return PreferencePair.from_texts([{"role": "user", "content": "q"}], chosen, rejected)
 
 
-TOOLS = LoadedReward(model=Squares(), conversations=Letters())
+TOOLS = LoadedRewardModel(model=Squares(), conversations=Letters())
 
 
 def test_credit_is_the_row_on_the_response_without_prompt_and_end() -> None:

@@ -25,7 +25,7 @@ class Attention(CapturedSource):
     """Attention from the last prompt token (the one that predicts the verdict).
 
     ``layer``: 1-based number, "last", or a fraction of the layers with attention. ``layers``: if not empty, these
-    layers are averaged instead (Differs from the authors' "mean" sources: those sum the layers, which scales beta).
+    layers are averaged instead. Differs from the authors' "mean" sources, which sum the layers and thereby scale beta.
     ``store_layers``: "all" stores every layer with attention, so a layer study needs only one judge pass; "selected"
     stores only the requested ones. ``heads``: the query heads (from 1) to average in each of these layers; empty for
     all. If heads are given, the rows of every head are stored in a separate table, so other heads can be selected
@@ -67,7 +67,7 @@ class Attention(CapturedSource):
         return tuple(layers)
 
     def layers_to_store(self, num_layers: int) -> tuple[int, ...]:
-        """Returns all layers of the judge with attention, or the requested ones under ``store_layers: selected``."""
+        """Returns all of the judge's layers with attention, or the requested ones under ``store_layers: selected``."""
         if self.store_layers == "all":
             return layers_with_attention(num_layers)
         means = replace(self, heads=()).resolve(num_layers)

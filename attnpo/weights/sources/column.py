@@ -55,8 +55,8 @@ class Column(TextSource):
             )
         if self.end_token is None and self.form is ColumnForm.SPANS:
             raise UserError(
-                "weights.end_token=null means that lists have a number for the end of turn, but weights.form=spans "
-                "has only characters: set weights.end_token to a number"
+                "weights.end_token=null means that the lists include the end of turn, but weights.form=spans "
+                "covers only characters: set weights.end_token to a number"
             )
         for name, value in (("elsewhere", self.elsewhere), ("end_token", self.end_token)):
             if value is not None and not (isfinite(value) and (self.signed or value >= 0)):
@@ -127,7 +127,7 @@ class Column(TextSource):
                     f"{at}: expected a range within the response's {len(text)} characters, got [{start}, {end})"
                 )
             if bool(taken[start:end].any()):
-                raise UserError(f"{at}: [{start}, {end}) overlaps an earlier span; give every character one weight")
+                raise UserError(f"{at}: [{start}, {end}) overlaps an earlier span; give each character only one weight")
             taken[start:end] = True
             characters[start:end] = self._check_weight(weight, at)
         end_token = self.end_token or 0.0
@@ -171,5 +171,5 @@ def _read_span(entry: object, at: str) -> tuple[int, int, object]:
         raise UserError(f"{at}: expected [start, end], [start, end, weight] or a mapping with these keys, got "
                         f"{shorten(repr(entry))}")  # fmt: skip
     if not isinstance(start, int) or not isinstance(end, int):
-        raise UserError(f"{at}: expected whole numbers as start and end, got {start!r} and {end!r}")
+        raise UserError(f"{at}: expected integers as start and end, got {start!r} and {end!r}")
     return start, end, 1.0 if weight is None else weight

@@ -25,11 +25,11 @@ class ContrastForm(Protocol):
 
     @property
     def signed(self) -> bool:
-        """Tells whether weights can be negative."""
+        """Returns whether weights can be negative."""
 
     @property
     def statistic(self) -> str:
-        """Returns the statistic to store per token: its "log_ratio", or its log-probability under the "contrast"."""
+        """Returns the name of the statistic to store for each token: "log_ratio" or "contrast"."""
 
     def __call__(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
         """Converts a response's statistics into weights; ``words`` is False for tokens that only end the turn."""
@@ -72,8 +72,8 @@ class TISDPO:
     ``scale``: v clipped to [``low``, ``high``] and mapped linearly onto [``least``, ``most``]. ``rank``: its rank among
     the response's tokens, mapped onto the same range; a single token gets the middle. ``threshold``: v clipped to [low,
     high], signed. ``binary``: 1 for the highest ``top_percent`` of the tokens (rounded down), 0 for the others. These
-    four round v to two decimals and give the end of turn weight 0. ``paper``: ``k exp(mu c)`` on chosen and ``k exp(-mu
-    c)`` on rejected tokens, c the unrounded log-ratio clipped to [low, high], on every token.
+    four round v to two decimals and assign weight 0 to the end of turn. ``paper``: ``k exp(mu c)`` on chosen and ``k
+    exp(-mu c)`` on rejected tokens, c the unrounded log-ratio clipped to [low, high], on every token.
 
     Source: exlaw/TIS-DPO, ``preference_datasets.py``. Differs from it in ties: here tied tokens share a rank, and
     ``binary`` prefers the earlier ones. A response that is truncated before its end of turn keeps the weight of its
@@ -101,7 +101,7 @@ class TISDPO:
 
     @property
     def signed(self) -> bool:
-        """Tells whether factors can be negative: only with ``threshold`` and a negative ``low``."""
+        """Returns whether factors can be negative: only with ``threshold`` and a negative ``low``."""
         return self.transform is RewardTransform.THRESHOLD and self.low < 0
 
     def unused_keys(self) -> dict[str, str]:
@@ -165,8 +165,8 @@ class TokenGuided:
     """TGDPO's factors: ``1 + alpha beta q`` on chosen, ``1 - alpha beta q`` on rejected tokens; can be negative.
 
     q is the log-ratio of a trained preference model (positive) and the reference (negative), so ``beta q`` is the
-    reward of that model; the authors' code has one beta for this and for the objective. Source: dvlab-research/TGDPO,
-    ``src/llamafactory/train/tgdpo/trainer.py``.
+    reward of that model; the authors' code uses a single beta for this and for the objective. Source:
+    dvlab-research/TGDPO, ``src/llamafactory/train/tgdpo/trainer.py``.
     """
 
     alpha: float = 0.5
@@ -207,7 +207,7 @@ class Contrast(ComparedSource):
 
     @property
     def signed(self) -> bool:  # type: ignore[override]
-        """Tells whether the form can produce negative weights."""
+        """Returns whether the form can produce negative weights."""
         return self.form.signed
 
     @property
@@ -222,7 +222,7 @@ class Contrast(ComparedSource):
 
     @property
     def compares_whole(self) -> bool:  # type: ignore[override]
-        """Tells whether the form needs full next-token distributions instead of the tokens' own probabilities."""
+        """Returns whether the form needs full next-token distributions instead of the tokens' own probabilities."""
         return self.statistic == CONTRAST
 
     def select(self, captured: PairWeights, layers: tuple[StoredRow, ...]) -> PairWeights:

@@ -18,7 +18,7 @@ class Decay(TextSource):
     """Factors ``gamma ** t`` on the training tokens in order, including the end of turn.
 
     ``first_exponent``: exponent of the first token. It is 1 in D2PO's code, where the first token already decays; 0
-    gives the first token a factor of 1. The margins under 1 and 0 differ by the factor gamma.
+    gives the first token a factor of 1. The margins with 1 and with 0 differ by a factor of gamma.
     """
 
     gamma: float = 0.98

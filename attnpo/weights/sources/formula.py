@@ -108,7 +108,7 @@ class Formula(TextSource):
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """Returns the function's weights for the m training tokens, float32.
 
-        UserError naming pair, side and function if the function raises, returns a wrong number of weights, or returns
+        UserError naming pair, side and function if the function raises, returns the wrong number of weights, or returns
         weights that are not finite or do not match the kind.
         """
         where = f"pair {pair.pair_id}, {side}: weights.function={self.function}"

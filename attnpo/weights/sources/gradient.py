@@ -22,7 +22,7 @@ class NormalizationScope(Enum):
 def position_prior(
     counts: Int[Tensor, " rows"], first: Int[Tensor, " rows"], width: int, divisor: float, dtype: torch.dtype
 ) -> Float[Tensor, "rows R"]:
-    """Returns a Gaussian over the tokens 0..n-1 of each row (sum 1), at ``width`` positions from ``first`` on.
+    """Returns a Gaussian over the tokens 0..n-1 of each row (sum 1), at ``width`` positions starting at ``first``.
 
     Mean (n-1)/2, standard deviation max(1, n / divisor). Values beyond n-1 are meaningless; rows with n = 0 are all 0.
     """
@@ -64,7 +64,7 @@ def importance_weights(
 class Gradient(OnlineSource):
     """Factors from the current policy at every step, for each response separately: TI-DPO's token importance.
 
-    ``lam``: the share of the gradients; the prior gets the rest (0.7 in the TI-DPO paper, 0.2 in its code).
+    ``lam``: weight of the gradients; the prior gets the rest (0.7 in the TI-DPO paper, 0.2 in its code).
     ``prior_sigma_div``: n divided by this is the prior's standard deviation (8 in the code, 4 in the paper). ``scope``:
     the tokens to normalise over: prompt and response in the code's TDPO step, only the response in its DPO step; the
     weights of prompt tokens are discarded.

@@ -52,12 +52,12 @@ class Lengths(OnlineSource):
         """Returns the batch's factors in float32, or in the dtype of the log-probabilities if that is more precise."""
         mask = batch.main.response_mask
         shorter = torch.minimum(*mask.sum(-1).chunk(2))
-        kept = self._keep_order(batch) < torch.cat([shorter, shorter])[:, None]
+        kept = self._rank_kept_tokens(batch) < torch.cat([shorter, shorter])[:, None]
         low = self.alpha if self.rule is LengthRule.TAIL else 0.0
         dtype = torch.promote_types(policy.logps.dtype, torch.float32)
         return torch.where(kept, 1.0, low).to(dtype) * mask
 
-    def _keep_order(self, batch: PreferenceBatch) -> Int[Tensor, "rows R"]:
+    def _rank_kept_tokens(self, batch: PreferenceBatch) -> Int[Tensor, "rows R"]:
         """Returns the 0-based rank of each response token in the order in which tokens are kept."""
         mask = batch.main.response_mask
         if self.rule is LengthRule.TAIL:

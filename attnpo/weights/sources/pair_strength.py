@@ -52,12 +52,12 @@ class WPO(OnlineSource):
 
 @dataclass(frozen=True)
 class MWPO(OnlineSource):
-    """Weights pairs higher if the policy ranks the responses clearly and if the rejected response is longer.
+    """Weights pairs higher if the policy clearly separates the responses and if the rejected response is longer.
 
     ``sigmoid(m)^alpha sigmoid(length_scale (n_l - n_w))^gamma`` with the implicit reward margin ``m = beta (S(d_w) -
     S(d_l))``, ``d = p - r`` summed over the response; ``per_token`` uses ``margin_scale beta (A(d_w) - A(d_l))``, with
-    means over the tokens. ``beta`` equals the loss's beta. No gradient flows. Source: AIR-hl/MWPO, ``mwpo_trainer.py``
-    (alpha and gamma are its weight_alpha and weight_beta).
+    means over the tokens. ``beta`` equals the loss's beta. No gradient flows through the weights. Source: AIR-hl/MWPO,
+    ``mwpo_trainer.py`` (alpha and gamma are its weight_alpha and weight_beta).
     """
 
     beta: float = 0.1

@@ -1,4 +1,4 @@
-"""Attention of a reward model as token weights: ABC's credit (Chan et al. 2024), proposed for RL, here for pairs."""
+"""Reward-model attention as token weights: ABC's credit (Chan et al. 2024), proposed for RL, applied here to pairs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from attnpo.weights.sources.attention import Attention, select_rows
 
 
 @dataclass(frozen=True)
-class LoadedReward:
+class LoadedRewardModel:
     """Loaded reward model with the chat format of its conversations."""
 
     model: JudgeModel
@@ -77,7 +77,7 @@ class RewardAttention(Attention):
 
         A pair that cannot be read is returned as ``UnreadablePair``.
         """
-        if not isinstance(reader, LoadedReward):
+        if not isinstance(reader, LoadedRewardModel):
             raise UserError("weights=reward_attention needs a reward model: set weights.path=FOLDER_OR_HUB_NAME")
         conversations = reader.conversations
         shown, refused = prepare_pairs(pairs, lambda pair: self._encode_conversations(pair, conversations))

@@ -142,7 +142,7 @@ LEAST_TOLERANCE = 1e-11  # limit of float64 rounding
 
 @dataclass(frozen=True)
 class Transport(OnlineSource):
-    """Mass of each token in the optimal transport between a pair's responses; equal weights before training.
+    """Mass of each token in the optimal transport plan between a pair's responses; equal weights before training.
 
     Unbalanced transport with an entropy term ``reg`` and a penalty ``reg_m`` on masses other than 1 per token. Costs
     are distances between the policy's last hidden states at the positions that predict the tokens. The weights of each
@@ -174,7 +174,7 @@ class Transport(OnlineSource):
 
     @property
     def sweep_count(self) -> int:
-        """Returns the number of sweeps that reach the tolerance for any pair."""
+        """Returns the number of sweeps needed to reach the tolerance for any pair."""
         return sweeps_needed(self.reg, self.reg_m, self.tolerance)
 
     def transport_plan(self, policy: TokenStats, batch: PreferenceBatch) -> TransportPlan:

@@ -98,7 +98,7 @@ def _score_row(pair: PreferencePair, side: str, answer: str, questions: ScorePro
 
 
 def spread_scores(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[int, int]]) -> Float[Tensor, " n"]:
-    """Returns a score per token: the mean score of its characters that have one; 0 if none of them has a score.
+    """Returns a score per token: the mean score of its characters that have one; 0 if there are none.
 
     A whitespace token inside a part gets the score of that part. Parts are quoted without the whitespace between them,
     so a whitespace token after a part gets the score of the part before it.
