@@ -250,7 +250,7 @@ def _log_unreadable(table: StoreTable, wanted: list[str], columns: list[str], re
     stored = f" ({pending} more are being processed elsewhere)" if pending else ""
     for reason, count in sorted(tally.counts.items()):
         log.warning(
-            "%d of %d pairs%s cannot be %s and get no weights: %s: %s%s%s",
+            "%d of %d pairs%s cannot be %s and get no weights (%s): %s%s%s",
             count,
             len(wanted) - pending,
             stored,

@@ -54,7 +54,7 @@ def test_a_response_without_a_token_for_the_judge(attempts: Attempts, record: Re
     assert "empty response kept: 1 (row 0)" in answer.noted("rows read", "empty response")
     cannot = answer.noted("cannot be judged")
     reason = "the chosen response has no token in the judge's prompt"
-    assert cannot == f"1 of {TRAIN + VAL} pairs cannot be judged and get no weights: {reason}: {pair_id}"
+    assert cannot == f"1 of {TRAIN + VAL} pairs cannot be judged and get no weights ({reason}): {pair_id}"
     message = answer.noted("dropped: the judge cannot read both responses")
     assert f"both responses: {reason}: 1 of {TRAIN}" in message and pair_id in message
     assert answer.noted("train:", "pairs of").startswith(f"train: {TRAIN - 1} pairs of {TRAIN} rows")
