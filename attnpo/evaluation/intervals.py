@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.schema import UserError
+from attnpo.system.errors import UserError
 
 Scores = Float[np.ndarray, "seeds prompts"]
 

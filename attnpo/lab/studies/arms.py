@@ -338,6 +338,8 @@ def run_digest(result: Mapping[str, object], facts: Mapping[str, object]) -> str
 
 # Options added in later versions, with the value that older configs imply.
 LATER = {
+    "judge.turns": "all",
+    "truth.samples_per_prompt": 1,
     **{"judge.span_drop": 2, "judge.prefill": None, "judge.chat_template_kwargs": None, "judge.trace": None},
     **{"model.chat_template_kwargs": None, "model.fold_system": False},
     **{"optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},

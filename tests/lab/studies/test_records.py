@@ -86,7 +86,7 @@ def test_the_command_pools_studies(tmp_path: Path, capsys: pytest.CaptureFixture
     words = ["pool", *folders, f"output={tmp_path}", "name=pooled"]
     assert run_entry(report.main, "report", words, "", "", positional="what") == 0
     printed, folder = capsys.readouterr().out, tmp_path / "pooled"
-    assert "Differences to uniform at equal KL, 2 studies pooled" in printed and "<0.0001" in printed
+    assert "Differences from uniform at equal KL, 2 studies pooled" in printed and "<0.0001" in printed
     (row,) = csv.DictReader((folder / "pooled.csv").read_text().splitlines())
     assert (row["arm"], row["seeds"], row["p"]) == ("plain", "5", "<0.0001")
     assert np.shape(json.loads((folder / "rliable.json").read_text())["plain"]) == (5, 1)
