@@ -79,12 +79,12 @@ def test_the_arms_of_a_shipped_study_are_different_runs(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("layer_sweep weights.layers=[1,2]", r"read the same layers: give study\.layers=\[1,2\]"),
+        ("layer_sweep weights.layers=[1,2]", r"read the same layers: use study\.layers=\[1,2\]"),
         ("length_norm objective.length_scale=false", r"the arms differ in objective\.length_scale"),
         ("attention_sink weights.postprocess.sink_tokens=2", r"the arms differ in weights\.postprocess\.sink_tokens"),
         ("attention_sink weights.postprocess={sink_tokens:4}", r"the arms differ in weights\.postprocess, "),
         ("weight_sources weights.layers=[1,2]", r"the arms differ in weights\.layers"),
-        ("cross_model judge.path=/x", r"would make all arms use the same one: give other_judge\.path"),
+        ("cross_model judge.path=/x", r"would make all arms use the same one: set other_judge\.path"),
         (
             "regimes prepare.pairs={train:8}",
             r"for each of its worlds, so prepare\.pairs={train:8} would have no",
@@ -95,10 +95,10 @@ def test_the_arms_of_a_shipped_study_are_different_runs(name: str) -> None:
         ),
         ("layer_sweep optimizer.lr=1e-3", r"the study's grid sets this key: use grid\.lr=\[1e-3\]"),
         ("beta_sweep optimizer.lr=1e-3", r"sets this key: use grids\.beta_sweep\.lr=\[1e-3\]"),
-        ("regimes objective.beta=0.7", r"sets this key: give study\.grid\.beta=\[0\.7\]"),
+        ("regimes objective.beta=0.7", r"sets this key: use study\.grid\.beta=\[0\.7\]"),
         (
             "length_norm objective.beta=0.7",
-            r"this key: give grid\.beta=\[0\.7\] grids\.length_norm\.beta=\[0\.7\]",
+            r"this key: use grid\.beta=\[0\.7\] grids\.length_norm\.beta=\[0\.7\]",
         ),
     ],
 )

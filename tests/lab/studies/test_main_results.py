@@ -148,7 +148,7 @@ def test_a_row_of_a_llama_setting_is_one_point_with_its_published_values(setting
         ("objective.sft_coef=0.3", r"grids\.rrhf\.keys=\{objective\.sft_coef:\[0\.3\]\}.*, or use experiment=none"),
         (
             "optimizer.lr=1e-3",
-            r"optimizer\.lr=1e-3 would have no effect, .*grid sets this key: give .*grids\.rrhf\.lr=\[1e-3\]",
+            r"optimizer\.lr=1e-3 would have no effect, .*grid sets this key: use .*grids\.rrhf\.lr=\[1e-3\]",
         ),
         ("objective=simpo", r"sets objective, .* so objective=simpo would have no effect"),
         ("reference=live", r"sets .*reference.* so reference=live would have no effect"),
