@@ -135,7 +135,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     ("attnpo.report weights layers=[1,1]", "layers: expected each layer once, got 1 more than once"),
     ("attnpo.report weights layers=most", "layers: expected all or a list"),
-    ("attnpo.report weights printed=none.csv", "printed=none.csv: expected a CSV file, but there is none"),
+    ("attnpo.report weights printed=none.csv", "printed=none.csv: expected a CSV file, but it does not exist"),
     ("attnpo.report weights weights.layr=1", "did you mean weights.layer?"),
     ("attnpo.report run outputs/nowhere", "outputs/nowhere"),
 ]

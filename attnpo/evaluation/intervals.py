@@ -1,7 +1,7 @@
 """Statistics of studies: intervals over seeds and prompts, paired differences, tied ranks.
 
-Pure numpy, no files. Seeds and held-out prompts are the two sources of randomness; arms are compared in pairs with the
-same seed and prompt.
+Uses only NumPy and no files. Seeds and held-out prompts are the two sources of randomness; arms are compared on the
+same seeds and prompts.
 """
 
 import math
@@ -21,7 +21,7 @@ QUANTILE = (1 + LEVEL) / 2
 
 @dataclass(frozen=True)
 class MeanSquares:
-    """Mean squares of a two-way random-effects analysis of variance: seeds crossed with prompts, one score per cell."""
+    """Mean squares of a two-way random-effects ANOVA: seeds crossed with prompts, one score per cell."""
 
     seed: float
     prompt: float
@@ -56,7 +56,7 @@ class MeanSquares:
         return seed / self.prompts, prompt / self.seeds, self.residual
 
     def _estimates(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Returns two estimates of the mean's variance, each with its degrees of freedom: crossed, and over seed means.
+        """Returns two estimates of the mean's variance with their degrees of freedom: crossed, and over seed means.
 
         Crossed: (MS_seed + MS_prompt - MS_residual) / (S P), or MS_residual / (S P) if that is not positive, with
         Satterthwaite's degrees of freedom, but at least S - 1.
@@ -69,11 +69,11 @@ class MeanSquares:
         return (crossed, max(freedom, rows)), (self.seed / cells, rows)
 
     def half_width(self) -> float:
-        """Returns half the width of the mean's 95 % interval: the wider of Student's t for both estimates."""
+        """Returns half the width of the mean's 95 % interval: the wider of the two estimates' Student's t intervals."""
         return max(t_quantile(QUANTILE, freedom) * math.sqrt(variance) for variance, freedom in self._estimates())
 
     def p_value(self, mean: float) -> float:
-        """Returns the two-sided p-value of a mean against 0: the larger of both estimates."""
+        """Returns the two-sided p-value of a mean against 0: the larger of the two estimates' p-values."""
         from scipy.special import stdtr
 
         known = [(variance, freedom) for variance, freedom in self._estimates() if variance > 0]
@@ -116,9 +116,9 @@ def mean_interval(values: Scores, *, same_prompts: bool = True) -> Interval:
 
     Args:
         values: one row per training seed, one column per held-out prompt; all finite. With one row, the interval is
-            over prompts alone and says nothing about training noise.
-        same_prompts: True if all seeds answer the same prompts (see ``MeanSquares.half_width``). If False, the interval
-            is Student's t over the means of the seeds.
+            over prompts only and does not include training noise.
+        same_prompts: True if all seeds use the same prompts (see ``MeanSquares.half_width``). If False, a Student's t
+            interval over the seed means is used.
     """
     scores = _check_scores(values, "values")
     mean, squares, (seeds, width) = float(scores.mean()), None, scores.shape
@@ -134,10 +134,10 @@ def mean_interval(values: Scores, *, same_prompts: bool = True) -> Interval:
 
 
 def smallest_effect(expected: MeanSquares, power: float = 0.8, draws: int = 2000) -> float:
-    """Returns the smallest true mean whose interval excludes 0 in a share ``power`` of studies.
+    """Returns the smallest true mean whose interval excludes 0 in a fraction ``power`` of studies.
 
-    Simulates tables with these expected mean squares: their mean is independent of their mean squares, which follow
-    chi-squared distributions.
+    Simulates tables with these expected mean squares: a table's mean is independent of its mean squares, which follow
+    scaled chi-squared distributions.
     """
     from scipy.special import ndtr
 
@@ -168,13 +168,13 @@ def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds othe
     if one.shape != two.shape:
         raise UserError(
             f"paired difference: both arms must have the same seeds and prompts, got {one.shape[0]} seeds x "
-            f"{one.shape[1]} prompts and {two.shape[0]} x {two.shape[1]}; keep only seeds and prompts that both have"
+            f"{one.shape[1]} prompts and {two.shape[0]} x {two.shape[1]}; keep only those that both have"
         )
     return mean_interval(one - two)
 
 
 def correct_by_holm(p_values: Sequence[float]) -> list[float]:
-    """Returns the p-values corrected for their number by Holm's step-down method."""
+    """Corrects p-values for multiple testing by Holm's step-down method."""
     order = sorted(range(len(p_values)), key=lambda place: p_values[place])
     corrected, least = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(order):
@@ -194,7 +194,7 @@ def t_quantile(probability: float, freedom: int | float) -> float:
 
 
 def tied_ranks(scores: Float[np.ndarray, " methods"]) -> Float[np.ndarray, " methods"]:
-    """Returns the rank of each score, with 1 for the highest; equal scores share the mean of their ranks."""
+    """Returns the rank of each score, 1 being the highest; equal scores share the mean of their ranks."""
     if scores.ndim != 1 or not np.isfinite(scores).all():
         raise UserError(f"ranks need one row of finite scores, got shape {scores.shape}: {scores.tolist()}")
     above = (scores > scores[:, None]).sum(axis=1)
@@ -225,7 +225,7 @@ def _check_scores(values: Scores, name: str) -> Scores:
     bad = int((~np.isfinite(scores)).sum())
     if bad:
         raise UserError(
-            f"{name}: {bad} of {scores.size} scores are not finite; leave these prompts out for all arms, or repeat "
+            f"{name}: {bad} of {scores.size} scores are not finite; exclude these prompts for all arms, or repeat "
             "the runs"
         )
     return scores

@@ -1,4 +1,4 @@
-"""Report on several studies of one world, pooled into one study with all of their seeds."""
+"""Reports on several studies of the same world, pooled into one study with all their seeds."""
 
 import json
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ def write_pooled_report(paths: Sequence[Path], output: Path, mark: str) -> None:
     keys = tuple(name for name in ("world", "KL", "arm") if name in columns)
     title = f"Differences from {records[0]['control']} at equal KL, {len(paths)} studies pooled"
     notes = [
-        "each seed has the same weight; intervals over seeds and prompts, as in a single study. Studies were pooled "
+        "all seeds are weighted equally; intervals over seeds and prompts, as in a single study. Studies were pooled "
         "after their runs, so this is not a registered test"
     ]
     table = KeyedTable("pooled", title, columns, tuple(rows), keys, None, {"KL": 1})
     scores, incomplete = rliable_scores(records)
     if incomplete:
-        notes.append(f"not in rliable.json, because rewards at some KL or seed are missing: {', '.join(incomplete)}")
+        notes.append(f"not in rliable.json, because some rewards are missing: {', '.join(incomplete)}")
     publish_report(title, [table], notes, output, "pooled", mark)
     write_atomically(output / "rliable.json", json.dumps(scores) + "\n")

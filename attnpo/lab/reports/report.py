@@ -1,4 +1,4 @@
-"""``attnpo.report``: writes the kind of report that the command asks for."""
+"""``attnpo.report``: writes the kind of report requested on the command line."""
 
 import logging
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def write_report(cfg: ReportConfig) -> None:
-    """Prints the requested tables and writes them into the report's folder. Raises UserError for invalid requests."""
+    """Prints the requested tables and writes them to the report's folder. Raises UserError for invalid requests."""
     if world_size() > 1:
         raise UserError(f"report was started with {world_size()} processes but needs one: start it without torchrun")
     kind = report_kind(cfg.what)

@@ -1,4 +1,4 @@
-"""Configuration of ``attnpo.report``. Has no heavy imports."""
+"""Configuration of ``attnpo.report``. This module avoids heavy imports."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ READ = {**dict.fromkeys(("", STUDY, RUN), ("printed",)), SCORES: ("printed", "la
 
 @dataclass(frozen=True)
 class ReportConfig(FitConfig):
-    """Config of a report: the keys of ``fit``, and those explained in ``configs/report.yaml``."""
+    """Config of a report: the keys of ``fit``, plus those documented in ``configs/report.yaml``."""
 
     trains: ClassVar[bool] = False
 
@@ -46,22 +46,22 @@ class ReportConfig(FitConfig):
             raise UserError("min_count and top must be at least 1, heat_maps and explorer at least 0")
         for path in printed_files(self.printed):
             if not path.is_file():
-                raise UserError(f"printed={path}: expected a CSV file, but there is none")
+                raise UserError(f"printed={path}: expected a CSV file, but it does not exist")
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists config keys without effect, with reasons."""
+        """Returns the config keys that have no effect, with the reasons."""
         if not self.what:
             return {}
         kind = report_kind(self.what)
         if kind == WEIGHTS:
-            alone = {} if self.explorer else {"against": "explorer=0 draws no explorer"}
-            return {**super().unused_keys(), **dict.fromkeys(TRAINING, "a report trains nothing"), **alone}
+            alone = {} if self.explorer else {"against": "explorer=0 turns the explorer off"}
+            return {**super().unused_keys(), **dict.fromkeys(TRAINING, "a report does not train a model"), **alone}
         names = [item.name for item in fields(self) if item.init and item.name not in (*OF_FOLDERS, *READ[kind])]
         return dict.fromkeys(names, "finished folders are read as they are")
 
 
 def report_kind(what: Sequence[str]) -> str:
-    """Returns the kind of report named by the first argument; empty if only folders are given.
+    """Returns the kind of report named by the first argument; empty if all arguments are folders.
 
     Raises UserError if there is nothing to report on.
     """
@@ -75,5 +75,5 @@ def report_kind(what: Sequence[str]) -> str:
 
 
 def printed_files(printed: Sequence[str] | str) -> list[Path]:
-    """Returns the CSV files given by ``printed``, a name or a list of names."""
+    """Returns the CSV files in ``printed``, which is a file name or a list of them."""
     return [Path(path).expanduser() for path in ([printed] if isinstance(printed, str) else printed)]

@@ -1,4 +1,4 @@
-"""Studies as plain data: arms, grids, worlds and seeds, analyses, benchmarks and registered predictions."""
+"""Defines studies as plain data: arms, grids, worlds, seeds, analyses, benchmarks and registered predictions."""
 
 import itertools
 import json
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Claim:
-    """One prediction: at KL ``level``, the summed test reward of ``above`` exceeds that of ``below``.
+    """Prediction that at KL ``level``, the summed test reward of ``above`` exceeds that of ``below``.
 
-    ``above`` and ``below`` list equally many (world, arm) pairs: one pair each to compare two arms, two pairs each to
-    compare two differences. ``about`` names the hypothesis behind the prediction; ``says`` states the prediction in
-    words.
+    ``above`` and ``below`` list the same number of (world, arm) pairs: one each to compare two arms, two each to
+    compare two differences. ``about`` names the underlying hypothesis; ``says`` states the prediction in words.
     """
 
     about: str
@@ -52,8 +51,7 @@ class Claim:
 class Predictions:
     """Predictions registered before a study ran on ``seeds``, and the ``rule`` that decides each of them.
 
-    ``settings``: digest of the grid, arms and worlds that the predictions apply to (``settings_digest``); None accepts
-    any.
+    ``settings``: digest of the grid, arms and worlds that the predictions apply to (``settings_digest``); None for any.
     """
 
     seeds: tuple[int, ...]
@@ -72,7 +70,7 @@ PLACES = ("judge.path", "verbalizer.path", "weights.path", "weights.NAME.path")
 
 
 def scorer_names_by_key(overrides: Sequence[str]) -> dict[str, str]:
-    """Returns the names of the scorers used in an arm's overrides, by the key that takes the model path."""
+    """Returns the names of the scorers used in an arm's overrides, keyed by the config key set to the model path."""
     parts = (item.partition("=") for item in overrides)
     return {
         key.lstrip("+~"): value.removeprefix(PREFIX)
@@ -82,17 +80,17 @@ def scorer_names_by_key(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def scorer_problems(scorers: Mapping[str, Sequence[str]], arms: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yields error messages for invalid scorers of a study and for invalid references to them in its arms."""
+    """Yields error messages for a study's invalid scorers and for its arms' invalid references to scorers."""
     for name, overrides in scorers.items():
         if not name.isidentifier():
             yield (
-                f"study.scorers has {name!r}: a scorer's name may only contain letters, digits and _, as in "
+                f"study.scorers has {name!r}: a scorer's name may only contain letters, digits and _, e.g. "
                 f"{PREFIX}oracle"
             )
         for key, other in scorer_names_by_key(overrides).items():
             yield (
                 f"study.scorers.{name} sets {key}={PREFIX}{other}, but scorers are trained in parallel and cannot "
-                "depend on each other: give a path, or remove the override"
+                "depend on each other: use a path, or remove the override"
             )
         if any(item.lstrip("+~").startswith(("data.path=", "data.mix")) for item in overrides):
             yield (
@@ -103,7 +101,7 @@ def scorer_problems(scorers: Mapping[str, Sequence[str]], arms: Mapping[str, Seq
         for key, name in scorer_names_by_key(overrides).items():
             if name not in scorers:
                 yield (
-                    f"arm {arm} sets {key}={PREFIX}{name}, but study.scorers only has: "
+                    f"arm {arm} sets {key}={PREFIX}{name}, but the scorers in study.scorers are: "
                     f"{', '.join(scorers) or 'none'}{did_you_mean(name, list(scorers))}"
                 )
             if key not in PLACES and re.fullmatch(r"weights\.[^.]*\.path", key) is None:
@@ -125,7 +123,7 @@ def benchmark_problems(
     published: Sequence[str],
     arms: Sequence[str],
 ) -> Iterator[str]:
-    """Yields error messages for the benchmark keys of a study."""
+    """Yields error messages for a study's benchmark keys."""
     given = {name: keys for name, keys in evaluate.items() if keys}
     twice = [name for name in dict.fromkeys(benchmarks) if benchmarks.count(name) > 1]
     if twice:
@@ -144,7 +142,7 @@ def benchmark_problems(
     for name, keys in given.items():
         taken = [key for key in keys if key in SET_BY_STUDY]
         if taken:
-            yield f"study.evaluate.{name} sets {taken[0]}, which the study sets for each row itself: remove it"
+            yield f"study.evaluate.{name} sets {taken[0]}, which the study itself sets for each row: remove it"
     names = [*arms, *([BASE_ROW] if benchmarks else []), *published]
     clash = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if benchmarks and clash:
@@ -160,7 +158,7 @@ MeasuredBy = dict[tuple[str, int], dict[str, object]]
 
 @runtime_checkable
 class StudyAnalysis(Protocol):
-    """Measurement that needs no trained policy (config node ``study.analyses.NAME``)."""
+    """Analysis that needs no trained policy (config node ``study.analyses.NAME``)."""
 
     def measure(
         self,
@@ -170,25 +168,25 @@ class StudyAnalysis(Protocol):
         encoded: "dict[str, EncodedSet]",
         folder: Path,
     ) -> dict[str, object]:
-        """Measures one world and seed and returns the result as plain JSON data.
+        """Analyses one world and seed and returns the result as plain JSON data.
 
-        ``source``: the study's weight source in that world, without the overrides of any arm. ``readers``: the models
-        and settings the weights are computed with. ``truth``: scorer of a world with a known true reward, else None.
-        ``folder``: folder for figures and other files. A repeated command with the same settings, world and judge
-        reuses the saved result.
+        ``source``: the study's weight source in that world, without any arm's overrides. ``readers``: models and
+        settings used to compute weights. ``truth``: scorer of a world with a known true reward, else None. ``folder``:
+        folder for figures and other files. If the command is repeated with the same settings, world and judge, the
+        saved result is reused.
         """
 
     def sections(self, outcome: Any, measured: MeasuredBy) -> "list[Section]":
-        """Returns the report sections to show after the tables; ``measured`` has the results by (world, seed)."""
+        """Returns the report sections to show after the tables; ``measured`` contains the results by (world, seed)."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Grid of an arm: its points are all combinations of learning rates, betas and the values of further keys.
+    """Grid of an arm: all combinations of learning rates, betas and values of further keys.
 
-    The grid is fixed before any run. ``keys`` maps any other config key to its values, such as SimPO's ratio or ORPO's
-    coefficient; a single value sets the key at every point. ``origin`` is a note on the source or unit of the values
-    for tables and footnotes; it may be empty.
+    The grid is fixed before any run. ``keys`` maps any other config key (e.g. SimPO's ratio or ORPO's coefficient) to
+    its values; a single value is used at all points. ``origin`` is an optional note for tables and footnotes on the
+    source or unit of the values.
     """
 
     lr: tuple[float, ...] = ()
@@ -202,16 +200,16 @@ class Grid:
                 raise UserError(f"grid.{name}: expected numbers above 0, got {list(values)}")
         for key, name in {LR: "lr", BETA: "beta"}.items():
             if key in self.keys:
-                raise UserError(f"grid.keys has {key}, which is an axis of its own: give its values as grid.{name}")
+                raise UserError(f"grid.keys has {key}, which is a separate axis: set its values in grid.{name}")
 
     @property
     def axes(self) -> dict[str, tuple[object, ...]]:
-        """Returns the values by key, in the order of a point's overrides; empty axes are left out."""
+        """Returns the values by key, in the order of a point's overrides; empty axes are omitted."""
         every = {LR: self.lr, BETA: self.beta, **self.keys}
         return {key: values for key, values in every.items() if values}
 
     def point_overrides(self) -> list[tuple[str, ...]]:
-        """Returns one tuple of overrides per grid point; a single empty one when nothing is varied."""
+        """Returns one tuple of overrides per grid point; a single empty tuple if nothing is varied."""
         return list(
             itertools.product(*([f"{key}={format_value(v)}" for v in values] for key, values in self.axes.items()))
         )
@@ -246,7 +244,7 @@ def quote(text: str) -> str:
 
 @dataclass(frozen=True)
 class WorldAxis:
-    """X axis named ``label``, along which the gains of ``arms`` are plotted. ``at``: position of each world."""
+    """X axis labelled ``label`` for plotting the gains of ``arms``. ``at``: position of each world."""
 
     label: str
     at: dict[str, float]
@@ -256,13 +254,13 @@ class WorldAxis:
 
 @dataclass(frozen=True)
 class Study:
-    """Definition of a study: the arms it compares, their grids and seeds, and everything it measures.
+    """Definition of a study: the arms to compare, their grids and seeds, and everything to measure.
 
     ``arms`` maps each arm's name to its overrides; ``truth_arms`` are added if the setting has a known true reward, and
-    ``sources`` (options of the config group weights) each add an arm of the same name. ``layers`` splits the arm
+    each of ``sources`` (options of the config group weights) adds an arm with the same name. ``layers`` splits the arm
     ``layer_arm`` into one arm per layer (numbers, "last" or fractions of depth; layers that coincide on a shallow model
-    are merged and logged). ``control`` is the arm the others are compared with; null turns comparisons off. ``grid``
-    applies to every arm that has no grid of its own in ``grids``. ``shared`` overrides apply to every point, those of
+    are merged and logged). ``control`` is the arm that the others are compared with; null turns comparisons off.
+    ``grid`` applies to all arms without an entry in ``grids``. ``shared`` overrides apply to all points, but those of
     ``truth`` only if the setting has a true reward. ``seeds``: number of consecutive seeds, starting at the run's seed.
     ``workers``: number of points that run in parallel on a CPU.
 
@@ -271,13 +269,13 @@ class Study:
     differs between worlds. ``scorers`` maps names to the overrides of models that the study trains for its arms, once
     per world and seed; an arm uses such a model by an override like ``weights.oracle.path=SCORER.NAME``.
 
-    ``kl_limit``: largest KL to the base that the point chosen to represent an arm may have. ``kl_levels``: KLs at which
-    rewards are compared. ``bisect``: maximum number of further points to train per arm and seed if the points around a
-    level are far apart in KL. ``predictions`` are registered before the runs; ``analyses`` run once per world and seed.
+    ``kl_limit``: maximum KL to the base of the point selected to represent an arm. ``kl_levels``: KLs at which rewards
+    are compared. ``bisect``: maximum number of additional points to train per arm and seed if the points around a level
+    are far apart in KL. ``predictions`` are registered before the runs; ``analyses`` run once per world and seed.
     ``ranking`` adds a table of average ranks, ``costs`` a table of the cost of weights. ``benchmarks`` (options of the
-    config group) evaluate the base, the chosen point of every arm and the ``published`` models (folders or hub names);
-    ``evaluate`` sets keys of these evaluations, by benchmark or for "all". ``restart`` makes a repeated command start
-    in a fresh folder instead of reusing finished points.
+    config group) evaluate the base, each arm's best point and the ``published`` models (folders or hub names);
+    ``evaluate`` sets keys of these evaluations, by benchmark or for "all". With ``restart``, a repeated command starts
+    in a new folder instead of reusing finished points.
     """
 
     name: str
@@ -316,7 +314,7 @@ class Study:
     def _config_problems(self) -> Iterator[str]:
         names = ", ".join(self.arms)
         if not self.arms:
-            yield "study.arms is empty: give at least one arm"
+            yield "study.arms is empty: add at least one arm"
         if self.layers and self.layer_arm not in self.arms:
             yield f"study.layer_arm={self.layer_arm} is not an arm; the arms are {names}"
         if self.control is not None and self.control not in self.arms:
@@ -325,12 +323,12 @@ class Study:
                 "comparisons off)"
             )
         if self.layers and self.control == self.layer_arm:
-            yield f"study.control={self.control} is split into layers by study.layers: choose another control"
+            yield f"study.control={self.control} is split into layers by study.layers: use another control"
         if self.seeds < 1 or self.workers < 1 or self.bisect < 0:
             yield "study.seeds and study.workers must be at least 1, study.bisect at least 0"
         twice = [name for name in self.truth_arms if name in self.arms]
         if twice:
-            yield f"{', '.join(twice)} is both in study.arms and in study.truth_arms: define it in one of them"
+            yield f"{', '.join(twice)} is in both study.arms and study.truth_arms: define it in only one of them"
         again = [name for name, count in Counter([*self.arms, *self.truth_arms, *self.sources]).items() if count > 1]
         if again and not twice:
             yield f"study.sources lists {', '.join(again)}, which is already an arm: remove it from study.sources"
@@ -354,18 +352,18 @@ class Study:
         for name, chosen in self.only_in.items():
             if name not in every or not chosen or any(world not in self.worlds for world in chosen):
                 yield (
-                    f"study.only_in.{name}: expected the name of an arm and a list of worlds out of "
+                    f"study.only_in.{name}: expected the name of an arm and a list of worlds from "
                     f"{', '.join(worlds)}, got {chosen}"
                 )
             if name == self.control:
-                yield f"study.only_in restricts the control {name}, but every world needs it: remove it there"
+                yield f"study.only_in restricts the control {name}, but each world needs it: remove this entry"
         axis = self.world_axis
         if axis is not None:
             unknown = [world for world in axis.at if world not in worlds] + [
                 arm for arm in axis.arms if not self.is_layer_arm(arm) and (arm not in every or self.is_split(arm))
             ]
             if unknown:
-                yield f"study.world_axis names {', '.join(unknown)}, which is not in the study"
+                yield f"study.world_axis refers to {', '.join(unknown)}, which is not in the study"
         for name, claim in self.predictions.claims.items() if self.predictions else []:
             for world, arm in (*claim.above, *claim.below):
                 known = self.is_layer_arm(arm) or (
@@ -383,7 +381,7 @@ class Study:
         return bool(self.layers) and arm == self.layer_arm
 
     def is_layer_arm(self, arm: str) -> bool:
-        """Returns whether a name has the form of a single-layer arm; does not check that the model has this layer."""
+        """Returns whether a name looks like a single-layer arm; does not check that the model has this layer."""
         return bool(self.layers) and re.fullmatch(rf"{re.escape(self.layer_arm)} L\d+", arm) is not None
 
     def runs_in_world(self, arm: str, world: str) -> bool:
@@ -405,13 +403,13 @@ class Study:
 
 
 def name_in_world(world: str, name: object) -> str:
-    """Prefixes a name with its world; returns the plain name in a study without worlds."""
+    """Prefixes a name with its world, if there is one."""
     return f"{world}: {name}" if world else str(name)
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm in one world: name, overrides and grid, and the layer if it is a single-layer arm."""
+    """Arm in one world: name, overrides and grid, and the layer of a single-layer arm."""
 
     name: str
     overrides: tuple[str, ...]
@@ -421,13 +419,13 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """Returns the name for logs, prefixed with the world in a study with worlds."""
+        """Returns the name for logs, prefixed with the world if there is one."""
         return name_in_world(self.world, self.name)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a study."""
+    """One run of a study: an arm, its grid values and a seed."""
 
     arm: Arm
     values: tuple[str, ...]
@@ -458,8 +456,8 @@ def expand_arms(study: Study, num_layers: int, *, truth: bool = False, world: st
 def make_points(study: Study, arms: Sequence[Arm], seeds: Sequence[int]) -> list[Point]:
     """Returns all runs: every arm at every point of its grid for every seed.
 
-    Runs are ordered by seed, so that early results cover all arms, and then by world, so that a process loads one base
-    at a time.
+    Runs are sorted by seed, so that early results cover all arms, then by world, so that only one base is loaded at a
+    time.
     """
     points = []
     worlds = dict.fromkeys(arm.world for arm in arms)
@@ -474,10 +472,10 @@ def make_points(study: Study, arms: Sequence[Arm], seeds: Sequence[int]) -> list
 
 
 def settings_record(study: Study, arms: Mapping[str, Mapping[str, object]], world: object) -> dict[str, object]:
-    """Returns the settings that are fixed before the first run; every table shows their digest.
+    """Returns the settings that are fixed before the first run; their digest is shown with the main table.
 
-    ``arms``: config of every arm without seeds, paths and grid values. ``world``: digest of a testbed's grammar and
-    true reward (by world if the study has worlds), else None. The number of seeds is not part of the record.
+    ``arms``: each arm's config without seeds, paths and grid values. ``world``: digest of the testbed's grammar and
+    true reward (by world if the study has worlds), or None without a testbed. The number of seeds is not included.
     """
     own = {name: grid.to_dict() for name, grid in study.grids.items()}
     return {
@@ -493,18 +491,18 @@ def settings_record(study: Study, arms: Mapping[str, Mapping[str, object]], worl
 
 
 def settings_digest(record: Mapping[str, object]) -> str:
-    """Returns the digest of grid, arms and worlds: a ``settings_record`` without its predictions."""
+    """Returns a digest of grid, arms and worlds: of a ``settings_record`` without its predictions."""
     return digest({key: value for key, value in record.items() if key != "predictions"})[:16]
 
 
 def error_text(error: Exception) -> str:
-    """Returns the text that reports an error: the message, with the traceback unless the user can fix the error."""
+    """Formats an error: only the message if the user can fix the error, otherwise with the traceback."""
     ending = exit_status_and_message(error)
     return "".join(traceback.format_exception(error)).strip() if ending is None else ending[1].removeprefix("error: ")
 
 
 def last_line(text: str) -> str:
-    """Returns the last line of an error's text."""
+    """Returns the last line of an error message."""
     return text.strip().rpartition("\n")[2] or "no message"
 
 

@@ -44,9 +44,9 @@ Row = dict[str, Cell]
 
 
 def main_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
-    """Returns columns and rows of the main table: every arm at its best point, world by world.
+    """Returns the columns and rows of the main table: each arm at its best point, grouped by world.
 
-    With a known true reward it has test scores and a row for the base, otherwise validation metrics.
+    If the true reward is known, it contains test scores and a row for the base; otherwise, validation metrics.
     """
     known, uneven = outcome.has_truth, uneven_training_columns(outcome)
     rows = rows_by_world(outcome, lambda world: _main_rows(outcome, world, uneven, known))
@@ -57,9 +57,9 @@ SHORT = ("world", "arm", "reward", "win rate", "KL", "val loss", "val accuracy",
 
 
 def short_table(outcome: Outcome) -> TableBlock:
-    """Returns the main table cut to fit a terminal of 80 columns; the page and the CSV have all columns.
+    """Returns the main table, reduced to fit an 80-column terminal; the page and the CSV have all columns.
 
-    Marks of points (above the KL limit, missing seeds, failed) move to a column of their own, if there are any.
+    Marks on points (above the KL limit, missing seeds, failed), if any, are shown in a separate column.
     """
     columns, rows = main_table(outcome)
     control = f"minus {outcome.study.control}"
@@ -78,18 +78,18 @@ def short_table(outcome: Outcome) -> TableBlock:
 
 
 def rows_by_world(outcome: Outcome, rows_of: Callable[[str], Iterable[Row]]) -> list[Row]:
-    """Returns the rows of all worlds, with a column "world" if the study has worlds."""
+    """Returns the rows of all worlds, with a "world" column if the study has worlds."""
     return [{**({"world": world} if world else {}), **row} for world in outcome.worlds for row in rows_of(world)]
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:
-    """Returns the column names of all rows: first those of the longest row, in its order, then any others."""
+    """Returns the column names of all rows: those of the longest row first, then the rest."""
     fullest = max(rows, key=len)
     return list(dict.fromkeys(name for row in (fullest, *rows) for name in row))
 
 
 def uneven_training_columns(outcome: Outcome) -> list[str]:
-    """Returns those of "pairs" and "steps" that differ between arms in any world."""
+    """Returns which of the columns "pairs" and "steps" differ between arms in any world."""
     every = [[training_amounts(point) for point in outcome.best_points(world).values()] for world in outcome.worlds]
     return [
         name
@@ -105,7 +105,7 @@ def training_amounts(point: PointResults) -> dict[str, int | float]:
 
 
 def _input_cells(point: PointResults, uneven: Sequence[str]) -> Row:
-    """Returns the last cells of a row: statistics of an arm's training examples and the time per run."""
+    """Returns a row's last cells: statistics of the arm's training examples and the time per run."""
     mass, share = point.mean_input("mass"), point.mean_input("effective_share")
     return {
         **{name: value for name, value in training_amounts(point).items() if name in uneven},
@@ -161,13 +161,13 @@ def _truth_cells(point: PointResults, best: Mapping[str, PointResults], control:
 
 
 def grid_origins(outcome: Outcome) -> dict[str, str]:
-    """Returns the origin of every arm's grid values, by arm; empty if no grid of the study states one."""
+    """Returns the origin of each arm's grid values, by arm; empty if no grid has a stated origin."""
     by_arm = {arm.name: (arm.grid or outcome.study.grid).origin for arm in outcome.arms}
     return by_arm if any(by_arm.values()) else {}
 
 
 def describe_missing_results(outcome: Outcome, arm: str, world: str) -> str:
-    """Returns the table cell of an arm without results: it failed, or was not run."""
+    """Returns the table cell for an arm without results, which either failed or was not run."""
     errors = [error for point, error in outcome.failed if (point.arm.name, point.arm.world) == (arm, world)]
     ran = any(not error.startswith("not run") for error in errors)
     return f"FAILED, all {len(errors)} points" if ran else "NOT RUN"
@@ -178,9 +178,9 @@ NOT_EQUAL = "not at equal KL"
 
 
 def equal_kl_sections(outcome: Outcome) -> list[Section]:
-    """Returns tables of rewards at equal KL, and of differences from the control for each world.
+    """Returns tables of rewards at equal KL and, for studies with worlds, of differences from the control.
 
-    Returns an empty list if no true reward is known, if there are no KL levels, or if every arm has a single point.
+    Returns an empty list if the true reward is unknown, there are no KL levels, or all arms have a single point.
     """
     study = outcome.study
     tuned = any(len((arm.grid or study.grid).point_overrides()) > 1 for arm in outcome.arms)
@@ -189,14 +189,14 @@ def equal_kl_sections(outcome: Outcome) -> list[Section]:
     chosen = {world: arms_at_levels(outcome, world) for world in outcome.worlds}
     note = (
         "test reward on the path of each arm and seed: the base, then by ascending KL the grid points whose validation "
-        "reward is higher than that of all points with less KL; interpolated linearly in the square root of KL. In "
-        "brackets: KL of the path's last point, if no point with more KL is better on validation. "
+        "reward is higher than that of all points with lower KL; interpolated linearly in the square root of KL. In "
+        "brackets: KL of the path's last point, if no point with higher KL is better on validation. "
         f"{ENDS}: the path ends below this KL; {CHORD}: its first point has more than {FAR:g} times this KL; neither "
         f"is a comparison at equal KL. {GAP}: interpolated between trained points whose KLs differ by more than a "
         f"factor of {FAR:g}. Intervals do not include the uncertainty of the paths"
     )
     if study.control is not None:
-        note += f"; differences to {study.control} are at the same KL, paired by seed and prompt"
+        note += f"; differences from {study.control} are at the same KL, paired by seed and prompt"
     rows = rows_by_world(outcome, lambda world: _level_rows(outcome, world, chosen[world]))
     power = [Paragraph(line) for level in study.kl_levels if (line := _power_note(level, chosen.values()))]
     sections = [Section("Reward at equal KL", [TableBlock(column_names(rows), rows), Paragraph(note), *power])]
@@ -207,16 +207,16 @@ def equal_kl_sections(outcome: Outcome) -> list[Section]:
         for level in study.kl_levels
     ]
     note = (
-        f"difference to {study.control} in the same world at equal KL; helps or harms: the 95 % interval excludes "
-        "0, not corrected for the number of cells. If not all seeds have both arms at this KL, the number of seeds is "
+        f"difference from {study.control} in the same world at equal KL; helps or harms: the 95 % interval excludes "
+        "0, not corrected for the number of cells. If some seeds lack an arm at this KL, the number of seeds is "
         "shown instead of a verdict"
     )
-    return [*sections, Section(f"Worlds: difference to {study.control} at equal KL", [*tables, Paragraph(note)])]
+    return [*sections, Section(f"Worlds: difference from {study.control} at equal KL", [*tables, Paragraph(note)])]
 
 
 @dataclass(frozen=True)
 class ArmAtLevel:
-    """Arm at a KL level: its rewards (``place``) and difference to the control (``versus``), each None if unavailable.
+    """Arm at a KL level: its rewards (``place``) and difference from the control (``versus``); None if unavailable.
 
     ``mark``: mark of the arm's or the control's ``RewardAtKL``; empty if the difference is at equal KL.
     """
@@ -227,7 +227,7 @@ class ArmAtLevel:
 
     @property
     def is_at_equal_kl(self) -> bool:
-        """Returns whether the arm has a difference to the control, at equal KL."""
+        """Returns whether the arm has a difference from the control at equal KL."""
         return self.versus is not None and not self.mark
 
     @property
@@ -237,7 +237,7 @@ class ArmAtLevel:
 
 
 def arms_at_levels(outcome: Outcome, world: str) -> dict[tuple[str, float], ArmAtLevel]:
-    """Returns a world's arms at every KL level, with their differences to the control."""
+    """Returns a world's arms at each KL level, with their differences from the control."""
     out = {}
     for level in outcome.study.kl_levels:
         places = {name: rewards_at_kl(mine, level) for name, mine in outcome.points_by_arm(world).items()}
@@ -251,7 +251,7 @@ def arms_at_levels(outcome: Outcome, world: str) -> dict[tuple[str, float], ArmA
 
 
 def _power_note(level: float, worlds: Iterable[Mapping[tuple[str, float], ArmAtLevel]]) -> str:
-    """Describes the smallest difference that such a study detects, from the mean variances of its differences."""
+    """Describes the smallest difference that such a study can detect, given the mean variances of its differences."""
     places = [at.versus for world in worlds for (_, of), at in world.items() if of == level and at.is_at_equal_kl]
     known = [versus.squares for versus in places if versus is not None and versus.squares is not None]
     most = max((squares.seeds for squares in known), default=0)
@@ -316,7 +316,7 @@ SHARE_DIGITS, SCORE_DIGITS = 4, 2  # decimals of scores between -1 and 1, and of
 
 
 def benchmark_cells(outcome: Outcome, world: str, row: str) -> dict[str, Cell]:
-    """Returns a row's benchmark cells: mean over seeds and, where known, interval half width and grading noise."""
+    """Returns a row's benchmark cells: mean over seeds and, if known, interval half width and grading noise."""
     cells: dict[str, Cell] = {}
     for name, rows in outcome.benchmarks.items():
         score = rows.get((world, row))
@@ -348,11 +348,11 @@ def benchmark_notes(outcome: Outcome) -> Iterator[str]:
             continue
         first = known[0]
         rounds = "1 round" if first.rounds == 1 else f"{first.rounds} rounds, their mean"
-        parts = [f"{name}: {first.name} of {first.questions} questions in {rounds}"]
+        parts = [f"{name}: {first.name} on {first.questions} questions in {rounds}"]
         if any(score.half_width is not None for score in known):
             parts.append("±: half width of the 95 % interval over seeds (Student's t)")
         if any(score.grading is not None for score in known):
-            parts.append("grading: standard deviation from grading the same answers again")
+            parts.append("grading: standard deviation when grading the same answers again")
         yield "; ".join(parts)
         against = outcome.study.control or BASE_ROW
         for world in outcome.worlds:
@@ -383,7 +383,7 @@ RANK_DIGITS = {"KL": 2, "length": 1, RANK: 2}
 
 
 def ranking_sections(outcome: Outcome) -> list[Section]:
-    """Returns tables of average ranks, by true reward and by benchmarks; none unless ``study.ranking`` is on."""
+    """Returns tables of average ranks, by true reward and by benchmarks; empty unless ``study.ranking`` is set."""
     if not outcome.study.ranking:
         return []
     sections = []
@@ -392,7 +392,7 @@ def ranking_sections(outcome: Outcome) -> list[Section]:
         levels = ", ".join(f"{level:g}" for level in outcome.study.kl_levels)
         at = f" and rewards at KL {levels} (as in the table at equal KL; {ENDS} and {CHORD}: not at this KL)"
         note = (
-            f"average rank (1 is best) over reward, win rate{at if levels else ''}, among the rows that have all of "
+            f"average rank (1 is best) over reward, win rate{at if levels else ''}, among the rows with all of "
             "them, including the base and controls; KL and length are shown but not ranked. All scores are on test "
             "prompts"
         )
@@ -403,10 +403,10 @@ def ranking_sections(outcome: Outcome) -> list[Section]:
         lower = [name for name, higher in directions.items() if not higher]
         better = "higher is better" + (f" (for {', '.join(lower)}, lower is better)" if lower else "")
         aimless = [name for name in outcome.benchmarks if name not in directions]
-        left = f"; not over {', '.join(aimless)}, since it is unknown whether higher is better" if aimless else ""
+        left = f"; excluding {', '.join(aimless)}, for which it is unknown whether higher is better" if aimless else ""
         note = (
             f"average rank (1 is best) over the printed scores on {', '.join(directions) or 'no benchmark'}; {better}; "
-            f"among the rows that have all of them{left}"
+            f"among the rows with all of them{left}"
         )
         table = TableBlock(*scores_table(outcome), digits={**benchmark_digits(outcome), RANK: 2})
         sections.append(Section("Benchmarks and the average rank", [table, Paragraph(note)]))
@@ -414,9 +414,9 @@ def ranking_sections(outcome: Outcome) -> list[Section]:
 
 
 def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
-    """Returns columns and rows in the form of the paper's main table: the score on each benchmark, and the mean rank.
+    """Returns columns and rows laid out like the paper's main table: the score on each benchmark and the mean rank.
 
-    Rows of each world: the base, then the arms in the study's order, then published models.
+    For each world, the rows are the base, the arms in the study's order, and the published models.
     """
     said, digits, directions = grid_origins(outcome), benchmark_digits(outcome), _score_directions(outcome)
 
@@ -456,7 +456,7 @@ def _score_directions(outcome: Outcome) -> dict[str, bool]:
 
 
 def _ranking_rows(outcome: Outcome, world: str) -> Iterator[Row]:
-    """Yields rows of the base and every arm, in the study's order; arms without results are not ranked."""
+    """Yields the rows for the base and all arms, in the study's order; arms without results are not ranked."""
     best, every, said = outcome.best_points(world), outcome.points_by_arm(world), grid_origins(outcome)
     levels = outcome.study.kl_levels
     heads = [f"reward at KL {level:g}" for level in levels]
@@ -486,9 +486,9 @@ def _ranking_rows(outcome: Outcome, world: str) -> Iterator[Row]:
 
 
 def mean_ranks(scores: Mapping[str, list[float]], higher: Sequence[bool] | None = None) -> dict[str, float]:
-    """Returns each name's mean rank over its scores (1 is best); leaves out names with a non-finite score.
+    """Returns each name's mean rank over its scores (1 is best); omits names with a non-finite score.
 
-    ``higher``: whether higher is better, per column of scores (None: higher is better in every column).
+    ``higher``: whether higher is better, for each column of scores (None: higher is better in all columns).
     """
     whole = {name: row for name, row in scores.items() if row and all(map(math.isfinite, row))}
     if not whole:
@@ -506,12 +506,12 @@ COST_DIGITS = {
     **{TRAINING: 2, "pairs": 0, "steps": 0, "s": 1, "val accuracy": 3, "reward": 3, "minus base": 3, "KL": 2},
 }
 COSTS_NOTE = (
-    "cost of an arm's weights beyond ordinary training. Forward and backward passes count sequences per training pair: "
-    "a prompt with one response, or a judge's prompt with both; a generated answer counts once, whatever its length. "
-    "ms/pair: time to compute weights before training (the stored pass, or the source's own work), on the machine that "
-    "did it; a judge's pass covers all layers that it reads. Columns with their: the same for the scorers trained for "
-    f"the arm, which arms share, and the seconds of those runs. {TRAINING}: training time at the arm's chosen point, "
-    "per pair and epoch; weights computed in every step show here, as the excess over uniform"
+    "cost of an arm's weights, in addition to ordinary training. Forward and backward passes count sequences per "
+    "training pair: a prompt with one response, or a judge's prompt with both; a generated response counts once, "
+    "whatever its length. ms/pair: time to compute weights before training (by models or by the source itself), on the "
+    "machine that did it; a judge reads all its layers in a single pass. Columns named their: the same for the scorers "
+    f"trained for the arm, which arms share, and their run time in seconds. {TRAINING}: training time at the arm's "
+    "best point, per pair and epoch; if weights are computed in each step, it is longer than for uniform"
 )
 
 
@@ -523,7 +523,7 @@ SCORERS_NOTE = (
 
 
 def cost_sections(outcome: Outcome) -> list[Section]:
-    """Returns a table of the cost of weights if ``study.costs`` is on, and a table of scorers if there are any."""
+    """Returns a table of weight costs if ``study.costs`` is set, and a table of scorers if there are any."""
     sections: list[Section] = []
     if outcome.study.costs:
         rows = rows_by_world(outcome, lambda world: _cost_rows(outcome, world))
@@ -534,7 +534,7 @@ def cost_sections(outcome: Outcome) -> list[Section]:
         lost = [Paragraph(line, warning=True) for line in outcome.lost_scorers]
         tables = [TableBlock(column_names(rows), rows, digits=COST_DIGITS)] if rows else []
         truth = any(run.result.truth is not None for made in outcome.scorers.values() for run in made.values())
-        note = Paragraph(SCORERS_NOTE + ("; reward and KL are on its own answers to test prompts" if truth else ""))
+        note = Paragraph(SCORERS_NOTE + ("; reward and KL are from its own responses to test prompts" if truth else ""))
         sections.append(Section("Scorers", [*lost, *tables, note]))
     return sections
 
@@ -633,7 +633,7 @@ DRIFT_NOTES = (
 
 
 def drift_sections(outcome: Outcome) -> list[Section]:
-    """Returns the section "Where the policy moved"; empty if the study's runs did not measure it."""
+    """Returns the section "Where the policy moved"; empty if no run measured this."""
     points = outcome.results
     measured = [result.drift for point in points for result in point.results if result.drift]
     if not measured:
@@ -643,8 +643,8 @@ def drift_sections(outcome: Outcome) -> list[Section]:
     for caption in DRIFT_TABLES:
         rows = rows_by_world(outcome, partial(_drift_rows, outcome, caption=caption, part=part))
         blocks.append(TableBlock(column_names(rows), rows, caption, DRIFT_DIGITS))
-    where = "of answers sampled from the policy" if part == "answers" else "of the responses of validation pairs"
-    first = f"each arm at its chosen point, means over seeds; tokens are those {where}"
+    where = "of responses sampled from the policy" if part == "answers" else "of the responses in validation pairs"
+    first = f"each arm at its best point, means over seeds; tokens are those {where}"
     return [Section("Where the policy moved", [*blocks, *map(Paragraph, (first, *DRIFT_NOTES))])]
 
 

@@ -1,6 +1,6 @@
-"""Runs points in worker processes, or one after another in this process; a killed worker only loses its own point.
+"""Runs points in worker processes, or sequentially in this process; if a worker is killed, only its point is lost.
 
-Imports stay light, because a new process imports this module before it can show the progress of heavy imports.
+Avoids heavy imports, because a new process imports this module before it can show import progress.
 """
 
 import logging
@@ -33,7 +33,7 @@ Job = tuple[list[str], Path]  # overrides and folder of a point
 Done = tuple[int, RunResult | None, str | None]  # index, result and error of a job
 
 KILLED = "the point's process was killed, perhaps because the machine ran out of memory"
-LINGER = 5.0  # seconds that an interrupted worker has to return its result
+LINGER = 5.0  # seconds for an interrupted worker to return its result
 EDITED = "the package's source code was changed while the study ran; run the study's command again"
 
 
@@ -41,7 +41,7 @@ EDITED = "the package's source code was changed while the study ran; run the stu
 class WorkerSettings:
     """Settings of the workers that execute a study's runs: ``count`` processes, with user configs in ``config_dir``.
 
-    ``store``: shared cache folder; None takes the one in each run's config. ``lock_timeout``: seconds to wait for a
+    ``store``: shared cache folder; None uses the one from each run's config. ``lock_timeout``: seconds to wait for a
     folder that another command has locked.
     """
 
@@ -61,7 +61,7 @@ def needs_gpu(accelerators: Iterable[str]) -> bool:
 def run_jobs(jobs: Sequence[Job], workers: WorkerSettings, here: bool = False) -> Iterator[Done]:
     """Runs jobs in parallel processes; yields (index in ``jobs``, result, error) as each one finishes.
 
-    ``here``: run the jobs one after another in this process, e.g. on a GPU, which several processes cannot share.
+    ``here``: run the jobs sequentially in this process, e.g. on a GPU, which several processes cannot share.
     """
     if not jobs:
         return
@@ -90,7 +90,7 @@ Call = tuple[list[str], Path, Path | None, str | None, int]
 
 
 def _run_until_killed(calls: Sequence[Call], left: deque[int], workers: int) -> Generator[Done, None, list[int]]:
-    """Runs the jobs in ``left`` until done or until a worker is killed; returns the jobs that were running then."""
+    """Runs the jobs in ``left`` until all are done or a worker is killed; returns the jobs running at that time."""
     at_work: dict[Future[tuple[RunResult | None, str | None]], int] = {}
     killed: list[int] = []
     with ProcessPoolExecutor(
@@ -125,7 +125,7 @@ def _run_until_killed(calls: Sequence[Call], left: deque[int], workers: int) -> 
 
 
 def _init_worker(source: str) -> None:
-    """Sets up a worker that exits with its parent, and refuses points if the code's digest is no longer ``source``."""
+    """Sets up a worker that exits with its parent and refuses points if the code's digest is no longer ``source``."""
     exit_with_parent()
     skip_gc_at_exit()
     _source.append(source)
@@ -134,7 +134,7 @@ def _init_worker(source: str) -> None:
 
 
 class _PointLogHandler(logging.FileHandler):
-    """Log file handler of a point that ignores write errors; a full disk is reported by the point itself."""
+    """Handler for a point's log file that ignores write errors; the point itself reports a full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignores records that cannot be written."""
@@ -143,7 +143,7 @@ class _PointLogHandler(logging.FileHandler):
 def run_point(
     overrides: Sequence[str], folder: Path, config_dir: Path | None, store: str | None, threads: int | None
 ) -> tuple[RunResult | None, str | None]:
-    """Runs one point and returns (result, error); one of them is None. The log goes to ``folder/log.txt``."""
+    """Runs one point and returns (result, error), one of which is None. Writes a log to ``folder/log.txt``."""
     if _ended:
         raise _ended[0]
     if _edited:
@@ -194,7 +194,7 @@ def run_point(
 
 
 def _exit_after_delay() -> None:
-    """Exits this worker soon after it returns its result, since it might wait forever for a killed worker's lock."""
+    """Exits this worker shortly after it returns its result, since it might wait forever for a killed worker's lock."""
     timer = threading.Timer(LINGER, os._exit, (1,))
     timer.daemon = True
     timer.start()

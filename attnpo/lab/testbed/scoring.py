@@ -1,4 +1,4 @@
-"""Scores a policy's samples on held-out prompts with the true reward, in comparison with the base's samples."""
+"""Scores a policy's samples on held-out prompts by their true reward, compared with the base model's samples."""
 
 import logging
 import math
@@ -25,9 +25,9 @@ NUMBERS = (
     *("base_reward", "base_length", "base_broken"),
 )
 SPREADS = (0.03, 0.10, 0.60)
-"""Standard deviations of reward differences to DPO: between seeds, between prompts, and residual for one answer.
+"""Standard deviations of reward differences from DPO: between seeds, between prompts, and residual for one response.
 
-Measured at KL 0.5 and 1 over this project's studies on the testbed.
+Measured at KL 0.5 and 1 in this project's testbed studies.
 """
 _BASE_STREAM = 7_919  # seed offset for the base, so that win rates compare independent samples
 
@@ -37,9 +37,9 @@ class PolicyScore:
     """True scores of a policy's samples.
 
     `numbers`: means over prompts and samples, named as in NUMBERS (`length` in tokens without the end token, `kl` in
-    nats per sequence, `broken` as a share of clauses, `ended` as a share of answers). The arrays contain values per
-    prompt and sample for paired statistics; rows of two policies match if both were scored with the same prompts and
-    seed.
+    nats per sequence, `broken` as a share of clauses, `ended` as a share of responses). The arrays contain one value
+    per prompt and sample, for paired statistics; rows of two policies match if both were scored with the same prompts
+    and seed.
     """
 
     numbers: dict[str, float]
@@ -56,11 +56,11 @@ class PolicyScore:
 
 @dataclass(frozen=True)
 class TruthScorer:
-    """Scorer that samples answers to held-out prompts and computes their true reward.
+    """Samples responses to held-out prompts and computes their true reward.
 
-    prompts: number of prompts of the split. samples_per_prompt: answers per test prompt; validation prompts, which are
-    only used to select a grid point, get one each. All policies use the same random numbers for a given seed, which
-    makes their differences less noisy than the scores themselves.
+    prompts: number of prompts of the split. samples_per_prompt: responses per test prompt; validation prompts, which
+    are only used to select a grid point, get one each. For a given seed, all policies use the same random numbers, so
+    their differences are less noisy than the scores themselves.
     """
 
     grammar: Grammar = field(default_factory=Grammar)
@@ -89,7 +89,7 @@ class TruthScorer:
     def base_answers(
         self, base: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", *, split: str = "test"
     ) -> "Answers":
-        """Samples the base's answers for the split; all calls of `score` in a study can share them."""
+        """Samples the base model's responses for the split; all calls of `score` in a study can share them."""
         return self._sample_answers(base, tokenizer, self._repeat_prompts(split), self.seed + _BASE_STREAM)
 
     def score(
@@ -153,12 +153,12 @@ class TruthScorer:
         return is_flipped(pair, self.grammar)
 
     def smallest_effect(self, seeds: int) -> float:
-        """Returns the smallest true difference in reward that 80 % of studies with ``seeds`` (at least 2) detect."""
+        """Returns the smallest true reward difference that 80 % of studies with ``seeds`` seeds (at least 2) detect."""
         spreads = (*SPREADS[:2], SPREADS[2] / math.sqrt(self.samples_per_prompt))
         return smallest_effect(MeanSquares.from_spreads(spreads, seeds, self.prompts))
 
     def samples_in(self, split: str) -> int:
-        """Returns the number of answers per prompt in a split."""
+        """Returns the number of responses per prompt in a split."""
         return self.samples_per_prompt if split == "test" else 1
 
     def _repeat_prompts(self, split: str) -> list[ReviewPrompt]:
@@ -185,5 +185,5 @@ def broken_rate(scored: Sequence[ReviewScore]) -> float:
 
 
 def win_rate(rewards: Float[np.ndarray, " rows"], rivals: Float[np.ndarray, " rows"]) -> float:
-    """Returns the share of rows where the first reward is larger; ties count one half."""
+    """Returns the share of rows in which the first reward is larger; ties count as one half."""
     return float(np.mean((rewards > rivals) + 0.5 * (rewards == rivals)))

@@ -153,7 +153,7 @@ def test_the_table_has_the_columns_and_all_rows(finished: Finished) -> None:
     shown = json.loads((outcome.folder / "tables.json").read_text())
     assert "testbed" in json.dumps(shown)
     text = (outcome.folder / "table.md").read_text()
-    assert "testbed: reward of 4 questions in 2 rounds, their mean" in text
+    assert "testbed: reward on 4 questions in 2 rounds, their mean" in text
     with (outcome.folder / "benchmarks.csv").open(newline="") as file:
         scores = {row["arm"]: float(row["testbed"]) for row in csv.DictReader(file)}
     assert scores == {name: score.mean for (_, name), score in outcome.benchmarks["testbed"].items()}

@@ -203,10 +203,10 @@ def test_the_interval_alone_decides(low: float, high: float, word: str) -> None:
     [
         (
             {"only_in": {"attention": ["stormy"]}},
-            r"only_in\.attention: expected the name of an arm and a list of worlds out of calm, noisy",
+            r"only_in\.attention: expected the name of an arm and a list of worlds from calm, noisy",
         ),
         ({"only_in": {"uniform": ["calm"]}}, "only_in restricts the control uniform"),
-        ({"world_axis": WorldAxis("x", {"stormy": 1.0}, ("attention",))}, "world_axis names stormy"),
+        ({"world_axis": WorldAxis("x", {"stormy": 1.0}, ("attention",))}, "world_axis refers to stormy"),
         ({"only_in": {"attention": ["noisy"]}}, r"claims\.miss: arm attention does not run in world calm"),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_grid_has_axes_of_any_key() -> None:
 
 @pytest.mark.parametrize(("key", "axis"), [("optimizer.lr", "lr"), ("objective.beta", "beta")])
 def test_a_named_axis_is_not_given_as_a_key(key: str, axis: str) -> None:
-    with pytest.raises(UserError, match=rf"grid\.keys has {key}, .* give its values as grid\.{axis}"):
+    with pytest.raises(UserError, match=rf"grid\.keys has {key}, .* set its values in grid\.{axis}"):
         Grid(keys={key: (0.1,)})
 
 
@@ -162,7 +162,7 @@ def test_later_layers_of_overrides_win_whatever_their_mark() -> None:
         ({"layers": (2, "1/2", 2, 1)}, r"study\.layers lists 2 more than once"),
         ({"layers": (1, "1/2", "1/2")}, r"study\.layers lists 1/2 more than once"),
         ({"layers": (1,), "control": "attention"}, r"study\.control=attention is split into layers"),
-        ({"truth_arms": {"uniform": []}}, r"uniform is both in study\.arms and in study\.truth_arms"),
+        ({"truth_arms": {"uniform": []}}, r"uniform is in both study\.arms and study\.truth_arms"),
         ({"grids": {"attn": Grid()}}, r"study\.grids has attn, which is not an arm; the arms are uniform, attention"),
         ({"kl_levels": (0.5, 0.0)}, r"study\.kl_limit and study\.kl_levels must be above 0"),
     ],
