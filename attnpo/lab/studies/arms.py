@@ -100,7 +100,7 @@ class Composer:
 
     @property
     def arms(self) -> dict[str, list[str]]:
-        """Returns each arm's overrides, keyed by arm name; they are the same in all worlds."""
+        """Returns the overrides of all the study's arms, keyed by arm name."""
         return self.study.all_arms(self.truth)
 
     @property

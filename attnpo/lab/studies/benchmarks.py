@@ -47,8 +47,8 @@ CLOSE = 1e-6  # relative tolerance, since GPU kernels may sum in any order
 class BenchmarkTarget:
     """Model to evaluate for the table row ``name`` of a world.
 
-    ``label``: name of the model in its evaluation's reports. ``folder``: name of the evaluation folder. ``base``: path
-    of the base for the model's world and seed. ``lost``: why the model is missing; empty if it exists.
+    ``label``: the model's name in evaluation reports. ``folder``: name of the evaluation folder. ``base``: path of the
+    base for the model's world and seed. ``lost``: why the model is missing; empty if it exists.
     """
 
     world: str
@@ -105,7 +105,7 @@ def measure_benchmarks(
     ``workers`` rerun the best points that have not saved a model. If one row fails, the failure is reported and the
     other rows continue.
     """
-    exports, lost, said = export_chosen_models(outcome, own, bases, workers)
+    exports, lost, said = export_best_models(outcome, own, bases, workers)
     several = len({seed for _, seed in bases}) > 1
     wanted = [*_base_targets(bases)]
     for export in exports:
@@ -252,7 +252,7 @@ class ModelExport:
         return self.run / MODEL
 
 
-def export_chosen_models(
+def export_best_models(
     outcome: Outcome,
     own: Mapping[tuple[str, str], ComposedConfig],
     bases: Mapping[WorldSeed, SharedInputs],

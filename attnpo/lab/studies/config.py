@@ -63,7 +63,7 @@ class FitConfig(RunConfig):
         return super().default_name() if self.study is None else self.study.name
 
     def headline(self) -> str:
-        """Returns a one-line description of the command; for a study, its name and title (or arms, without a title)."""
+        """Describes the command in one line; for a study, by its name and its title or, without a title, its arms."""
         if self.study is None:
             return super().headline()
         return f"study {self.study.name}: {self.study.title or ', '.join(self.study.arms)}"
@@ -77,7 +77,7 @@ class FitConfig(RunConfig):
         return "" if self.study is None else f" (each arm's grid: {self.study.grid})"
 
     def reusable_folder(self) -> str | None:
-        """Returns the folder name, from study and setting, that a repeated study command reuses; None if not reused."""
+        """Returns the folder name (study and setting) that a repeated study command reuses; None if there is none."""
         if self.study is None or self.study.restart:
             return None
         return f"{self.study.name}-{self.composed.choices.get('setting', 'setting')}"
@@ -115,7 +115,7 @@ class WeighConfig(FitConfig):
     """Root config of ``attnpo.weigh``.
 
     ``export``: file (.parquet or .jsonl) to write the training pairs' weights to. ``prune``: number of days; if set,
-    the command only deletes prepared data that no run has opened for this many days from the store.
+    the command only deletes from the store the prepared data that no run has opened for this many days.
     """
 
     trains: ClassVar[bool] = False

@@ -29,7 +29,7 @@ FAR = 2.0  # if an arm's first point has more than this many times the KL level,
 
 @dataclass(frozen=True)
 class RowScore:
-    """Score of a table row on a benchmark; ``values`` has one mean over rounds per seed.
+    """Score of a table row on a benchmark; ``values`` contains one score per seed, averaged over rounds.
 
     ``name``: the benchmark's main score. ``seeds``: number of planned evaluations; failed ones have no entry in
     ``values``. ``interval``: 95 % interval over questions, for a single evaluation. ``grading``: standard deviation of
@@ -80,7 +80,7 @@ class RowScore:
 
 @dataclass(frozen=True)
 class SourceCost:
-    """Cost of computing an arm's weights, on top of ordinary training.
+    """Cost of computing an arm's weights, in addition to ordinary training.
 
     ``once``: sequences per pair that models process before training, which takes ``seconds`` per pair (None if
     unknown). ``again``: sequences per pair that need an extra forward and backward pass in every training step.
@@ -123,7 +123,7 @@ class PointResults:
         """
         known = [result.truth[split] for result in self.results if result.truth is not None]
         if len(known) < len(self.results):
-            raise ValueError(f"{self.label} has no scores by a known true reward")
+            raise ValueError(f"{self.label} was not scored with a known true reward")
         return known
 
     def mean_truth_score(self, split: str, name: str) -> float:

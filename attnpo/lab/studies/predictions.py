@@ -71,7 +71,7 @@ def _digest(record: Mapping[str, object]) -> str:
 
 
 def registration_warnings(outcome: Outcome) -> list[str]:
-    """Returns warnings if the predictions were registered for other seeds or settings than the study's."""
+    """Returns warnings if the predictions were registered for seeds or settings that differ from the study's."""
     predictions, out = outcome.study.predictions, list[str]()
     if predictions is None:
         return out
@@ -83,14 +83,14 @@ def registration_warnings(outcome: Outcome) -> list[str]:
         )
     if has_other_settings(outcome):
         out.append(
-            f"the predictions were registered for another grid, arms or worlds ({predictions.settings}) than the "
+            f"the predictions were registered for a different grid, arms or worlds ({predictions.settings}) than the "
             f"study's ({settings_digest(outcome.record)}): all results are exploratory and do not decide any prediction"
         )
     return out
 
 
 def has_other_settings(outcome: Outcome) -> bool:
-    """Returns whether the predictions were registered for another grid or other arms or worlds."""
+    """Returns whether the predictions were registered for a different grid, arms or worlds."""
     predictions = outcome.study.predictions
     fixed = None if predictions is None else predictions.settings
     return fixed is not None and fixed != settings_digest(outcome.record)

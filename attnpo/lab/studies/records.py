@@ -65,7 +65,7 @@ def read_study_record(path: Path) -> dict[str, Any]:
 
 
 def pool_records(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Cell]]:
-    """Pools differences from studies of the same world; adds p-values, also with Holm's correction for their number.
+    """Pools differences from studies of the same world; adds p-values with and without Holm's correction.
 
     Raises:
         UserError: worlds, controls or arms differ between the studies, or two studies have the same seed.

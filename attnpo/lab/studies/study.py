@@ -267,7 +267,7 @@ class Study:
     ``worlds`` maps names to overrides: every arm runs in every world, which has its own base, judge pass and
     comparison; ``only_in`` restricts an arm to the listed worlds. ``world_axis`` plots gains against a quantity that
     differs between worlds. ``scorers`` maps names to the overrides of models that the study trains for its arms, once
-    per world and seed; an arm uses such a model by an override like ``weights.oracle.path=SCORER.NAME``.
+    per world and seed; an arm uses such a model through an override like ``weights.oracle.path=SCORER.NAME``.
 
     ``kl_limit``: maximum KL to the base of the point selected to represent an arm. ``kl_levels``: KLs at which rewards
     are compared. ``bisect``: maximum number of additional points to train per arm and seed if the points around a level
@@ -491,7 +491,7 @@ def settings_record(study: Study, arms: Mapping[str, Mapping[str, object]], worl
 
 
 def settings_digest(record: Mapping[str, object]) -> str:
-    """Returns a digest of grid, arms and worlds: of a ``settings_record`` without its predictions."""
+    """Returns a digest of a ``settings_record`` without its predictions: grid, arms and worlds."""
     return digest({key: value for key, value in record.items() if key != "predictions"})[:16]
 
 

@@ -138,7 +138,7 @@ def test_models_are_those_of_the_chosen_points_after_their_last_step(finished: F
         assert not (model.parent / "best").exists()
     used = {Path(result.model) for result in results_of(outcome).values()}
     assert {own, again} < used
-    assert not [line for line in outcome.warnings if "when the point ran again" in line]
+    assert not [line for line in outcome.warnings if "when the point was rerun" in line]
 
 
 def _best(outcome: Outcome, world: str) -> list[PointResults]:

@@ -128,7 +128,7 @@ def test_the_seconds_of_all_commands_are_added_up(tmp_path: Path) -> None:
 def test_a_broken_file_of_costs_is_written_anew(broken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / COSTS).write_text(broken, encoding="utf-8")
     assert spend(tmp_path, 12.0) == 12.0
-    assert "costs.json: replacing it, so the times of earlier commands are lost" in caplog.text
+    assert "costs.json; replacing it, so the times of earlier commands are lost" in caplog.text
     assert spend(tmp_path, None) == 12.0
 
 

@@ -203,9 +203,9 @@ ORACLE = {"oracle": ["weights=uniform"]}
     [
         (
             {"scorers": ORACLE, "arms": {"uniform": [], "SePO": ["weights.oracle.path=SCORER.orcale"]}},
-            r"arm SePO sets weights\.oracle\.path=SCORER\.orcale, but .* only has: oracle; did you mean oracle\?",
+            r"arm SePO sets weights\.oracle\.path=SCORER\.orcale, but .* are: oracle; did you mean oracle\?",
         ),
-        ({"arms": {"uniform": [], "SePO": ["weights.path=SCORER.a"]}}, r"study\.scorers only has: none$"),
+        ({"arms": {"uniform": [], "SePO": ["weights.path=SCORER.a"]}}, r"the scorers in study\.scorers are: none$"),
         (
             {"scorers": ORACLE, "arms": {"uniform": [], "two": ["model.path=SCORER.oracle"]}},
             r"arm two sets model\.path=SCORER\.oracle, but a scorer can only be used for one of these",
