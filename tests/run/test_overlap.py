@@ -157,4 +157,4 @@ def test_a_benchmark_counts_prompts_of_the_training(
         found = read_evaluation(out)
         assert found is not None and found.counts.get(SEEN, 0) == counted
     assert f"3 of {len(asked)} distinct prompts are in the training data" in caplog.text
-    assert f"{world.model}: no training_prompts.txt next to it" in caplog.text
+    assert f"{world.model} has no training_prompts.txt next to it" in caplog.text
