@@ -123,7 +123,7 @@ def test_rows_are_the_library_s_own_attention(tmp_path: Path) -> None:
         expected = torch.stack([maps[layer][0].mean(0)[-1] for layer in (1, 0)])
         torch.testing.assert_close(reading.rows, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(each.rows[0], maps[1][0, :, -1], rtol=1e-5, atol=1e-6)
-    with pytest.raises(UserError, match=r"layer 3 is not in 1\.\.2"):
+    with pytest.raises(UserError, match=r"layer 3 is out of range: this reward model has layers 1\.\.2"):
         RewardModel(model).read(conversations, layers=(3,))
 
 
