@@ -1,6 +1,6 @@
 """Statistics of studies: intervals over seeds and prompts, paired differences, tied ranks.
 
-Uses only NumPy and no files. Seeds and held-out prompts are the two sources of randomness; arms are compared on the
+Pure NumPy, without file access. Seeds and held-out prompts are the two sources of randomness; arms are compared on the
 same seeds and prompts.
 """
 

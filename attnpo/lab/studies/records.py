@@ -117,7 +117,7 @@ def _pool_rows(place: tuple[str, str, float], rows: Sequence[Mapping[str, Any]])
 
 
 def rliable_scores(records: Sequence[Mapping[str, Any]]) -> tuple[Scores, list[str]]:
-    """Returns scores in rliable's format (arm to runs x tasks), and the arms omitted because a score is missing.
+    """Returns scores in rliable's format (arm -> runs x tasks), and the arms omitted because a score is missing.
 
     Each seed is a run, and each pair of world and KL level a task. Scores not at their KL level count as missing.
     """

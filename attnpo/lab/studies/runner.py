@@ -165,8 +165,7 @@ class StudyProgress:
     def run_points(self, points: Sequence[Point], own: Mapping[tuple[str, str], ComposedConfig]) -> None:
         """Runs points and appends their results and errors, in the given order.
 
-        Points without a base or weights count as failed. If interrupted, the results obtained so far are still
-        appended.
+        Points without a base or weights count as failed. If interrupted, still appends the results obtained so far.
         """
         study, pace = self.plan.study, self.pace
         done: dict[int, RunResult] = {}

@@ -52,7 +52,7 @@ class WorkerSettings:
 
 
 def needs_gpu(accelerators: Iterable[str]) -> bool:
-    """Returns whether any of these accelerator settings would train on a GPU of this machine."""
+    """Returns whether training with any of these accelerator settings would use a GPU on this machine."""
     import torch
 
     return torch.cuda.is_available() and any(name != "cpu" for name in accelerators)
