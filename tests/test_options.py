@@ -5,9 +5,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from attnpo.cli.help import WIDTH, ConfigGroup, parse_groups
-from attnpo.config.compose import CONFIG_DIR, compose, list_groups
+from attnpo.config.compose import CONFIG_DIR, FAMILIAR, compose, list_groups
 from attnpo.run.combinations import LAYOUTS, REFERENCES
 from attnpo.schema import UserError
 from tests.test_entry_points import in_turn
@@ -105,3 +106,14 @@ def test_what_options_have_in_common_is_no_option() -> None:
         compose("fit", ["experiment=nowhere"])
     assert "Available options in 'experiment': attention_sink, " in str(refused.value)
     assert not re.search(r"[=| ]_", "\n".join(every_help()["fit"]))
+
+
+def test_keys_of_other_trainers_point_to_keys_here() -> None:
+    composed = compose("fit", ["setting=real_smoke", "model=lora", "objective=simpo", "model.path=x", "data.path=y"])
+    for typed, meant in FAMILIAR.items():
+        key, _, _ = meant.partition(" ")[0].partition("=")
+        parent, _, name = key.rpartition(".")
+        node = OmegaConf.select(composed, parent) if parent else composed
+        assert name in node or name in list_groups(), (typed, key)
+        with pytest.raises(UserError, match=re.escape(f"there is no key {typed}; did you mean {meant}?")):
+            compose("fit", [f"{typed}=1"])

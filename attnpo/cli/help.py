@@ -118,7 +118,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises a UserError that refers to ``--help``."""
-        raise UserError(f"{message}; see --help")
+        instead = ": write KEY=VALUE instead of --KEY VALUE" * message.startswith("unrecognized arguments")
+        raise UserError(f"{message}{instead}; see --help")
 
     def help_text(self, root: Path, options: Mapping[str, Sequence[str]]) -> str:
         """Returns the full text of ``--help``."""

@@ -5,6 +5,7 @@ modules of the targets, which must therefore import quickly. Each choice of opti
 runs of a study differ in single values, which are set in a copy.
 """
 
+import difflib
 import hashlib
 import itertools
 import logging
@@ -303,6 +304,33 @@ def suggest_option(text: str, overrides: Sequence[str], known: dict[str, list[st
     return text
 
 
+MANY = 20  # names of a node; of more, only the closest are listed
+# Keys of TRL, Hugging Face's Trainer, PEFT and Lightning, with those that mean the same here.
+FAMILIAR = {
+    "learning_rate": "optimizer.lr",
+    **{"num_train_epochs": "trainer.max_epochs", "max_grad_norm": "trainer.gradient_clip_val"},
+    **{
+        "warmup_ratio": "optimizer.warmup (a share of the steps)",
+        "warmup_steps": "optimizer.warmup (1 or more: steps)",
+    },
+    "lr_scheduler_type": "optimizer.schedule",
+    "per_device_train_batch_size": "batch.micro (pairs per forward; batch.pairs are those per optimizer step)",
+    "gradient_accumulation_steps": "batch.pairs (per optimizer step) with batch.micro (per forward)",
+    "per_device_eval_batch_size": "batch.eval_micro",
+    **{"eval_steps": "trainer.validate_every", "logging_steps": "trainer.log_every_n_steps"},
+    **{"max_length": "lengths.max_length", "truncation_mode": "lengths.keep"},
+    **{"model_name_or_path": "model.path", "dataset_name": "data.path", "output_dir": "output"},
+    **{"bf16": "trainer.precision=bf16-mixed", "attn_implementation": "model.attn_implementation"},
+    **{"use_peft": "model=lora", "lora_r": "model.lora.rank with model=lora", "r": "model.lora.rank with model=lora"},
+    **{
+        "report_to": "logger=wandb",
+        "resume_from_checkpoint": "resume",
+        "simpo_gamma": "objective.gamma_beta_ratio (gamma / beta)",
+    },
+    "precompute_ref_log_probs": "reference=cached",
+}
+
+
 def describe_unknown_key(
     key: str, name: str, overrides: Sequence[str], groups: Sequence[str], compose: Callable[[list[str]], DictConfig]
 ) -> str:
@@ -323,6 +351,8 @@ def describe_unknown_key(
         return f"{said}; `{path}` is a value and has no keys"
     names = [str(key) for key in node if key != "_target_"] + ([] if path else [*groups])
     wrong = key[len(path) :].lstrip(".").partition(".")[0]
+    if key in FAMILIAR:
+        return f"{said}; did you mean {FAMILIAR[key]}?"
     elsewhere = sorted(
         (found for found in _leaf_keys(root) if found.endswith(f".{key}") and not found.startswith("composed.")),
         key=lambda at: at.count("."),
@@ -332,6 +362,11 @@ def describe_unknown_key(
         said += f"; did you mean {' or '.join(elsewhere[:3])}?"
     else:
         said += did_you_mean(wrong, names, f"{path}." if path else "")
+    if len(names) > MANY:
+        leaves = {found.rpartition(".")[2]: found for found in _leaf_keys(root) if not found.startswith("composed.")}
+        places = {**leaves, **{name: name for name in names}}
+        closest = [places[name] for name in difflib.get_close_matches(wrong, places, 5, 0)]
+        return f"{said}\nclosest: {', '.join(closest)}; all: --help"
     return f"{said}\n`{path or name}` has: {', '.join(sorted(set(names)))}"
 
 
