@@ -47,10 +47,14 @@ def test_two_responses_that_show_no_preference(
 
 @pytest.mark.parametrize(("case", "text"), [("one empty response", ""), ("one response of blanks", " \n  ")])
 def test_a_response_without_a_token_for_the_judge(attempts: Attempts, record: Record, case: str, text: str) -> None:
-    """The testbed's tokenizer drops blanks, so nothing stands where the judge's attention would be read."""
+    """The testbed's tokenizer drops blanks, so nothing stands where the judge's attention would be read.
+
+    The judge's text is trimmed; the policy's own tokens (judge=testbed) still have the line break.
+    """
+    as_text = "judge.assembly=text"
     world = attempts.saying(chosen=text)
     pair_id = first_id(attempts, chosen=text)
-    answer = attempts.fit(world=world)
+    answer = attempts.fit(as_text, world=world)
     assert "empty response kept: 1 (row 0)" in answer.noted("rows read", "empty response")
     cannot = answer.noted("cannot be judged")
     reason = "the chosen response has no token in the judge's prompt"
@@ -60,10 +64,10 @@ def test_a_response_without_a_token_for_the_judge(attempts: Attempts, record: Re
     assert answer.noted("train:", "pairs of").startswith(f"train: {TRAIN - 1} pairs of {TRAIN} rows")
     record(case, message, f"1 of {TRAIN} pairs, counted")
     with judge_loads() as loaded:
-        again = attempts.fit(world=world)
+        again = attempts.fit(as_text, world=world)
     assert loaded == [], "what the judge cannot read is stored as that"
     assert again.noted("dropped: the judge cannot read both responses") == message
-    assert again.noted("cannot be judged") == attempts.weigh(world=world).noted("cannot be judged") == cannot
+    assert again.noted("cannot be judged") == attempts.weigh(as_text, world=world).noted("cannot be judged") == cannot
 
 
 def test_a_pair_the_judge_cannot_read_beside_a_filled_store(attempts: Attempts) -> None:

@@ -148,7 +148,7 @@ def test_counting_the_tokens_of_another_vocabulary_is_warned_of_once(
 def test_a_judge_of_the_same_vocabulary_is_read_as_the_own_model_is(world: World) -> None:
     """Levenshtein and source lengths, as in the paper; the own model under another name gives its very weights."""
     other = make_inputs(world.config("weights=attention", *ANOTHER, f"other_judge.path={world.model}"))
-    own = make_inputs(world.config("weights=attention"))
+    own = make_inputs(world.config("weights=attention", "judge.assembly=text"))
     assert other.weighed.captured.keys() == own.weighed.captured.keys()
     for pair, captured in own.weighed.captured.items():
         for one, two in zip(captured.rounds, other.weighed.captured[pair].rounds, strict=True):

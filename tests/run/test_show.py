@@ -157,8 +157,9 @@ def trained(world: World, finished: Path) -> Made:
 
 def test_a_prefill_is_shown_and_moves_the_weights(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     prefill, labels = "the better review is", (" A", " B")
-    given = words(world, f"judge.prefill={prefill}", "judge.labels=[' A',' B']", *TYPED)
-    bare, after = rows(capsys, *words(world), *TYPED), rows(capsys, *given)
+    as_text = "judge.assembly=text"  # as a Weigher reads a wording
+    given = words(world, as_text, f"judge.prefill={prefill}", "judge.labels=[' A',' B']", *TYPED)
+    bare, after = rows(capsys, *words(world, as_text), *TYPED), rows(capsys, *given)
     weigher = Weigher(world.model, template="judge/testbed.txt", prefill=prefill, labels=labels, device="cpu")
     weighed = weigher(*(text.partition("=")[2] for text in TYPED))
     assert values(after, "weight", side="chosen") == pytest.approx(weighed.chosen.weights.tolist(), abs=1e-6)
