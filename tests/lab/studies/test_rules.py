@@ -145,7 +145,7 @@ def test_a_judge_that_missed_its_gate_is_warned_of(world: World, monkeypatch: py
     (line,) = basis.warnings
     assert line.startswith("WARNING seed 0: the judge of this base failed its quality gate, ")
     second = replace(second, report={"gate_passed": False})
-    assert [line.partition(" missed")[0] for line in prepare_shared_inputs(plan, 3).warnings] == [
+    assert [line.partition(" failed")[0] for line in prepare_shared_inputs(plan, 3).warnings] == [
         "WARNING seed 3: the judge of this base",
         "WARNING seed 3: the judge of the second base",
     ]
