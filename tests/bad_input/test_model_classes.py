@@ -106,7 +106,10 @@ def test_a_layer_without_attention_names_those_with_some(made: Made, attempts: A
     ("kind", "words"),
     [
         ("mamba", ("no layer of ", "MambaForCausalLM", "judge.path")),
-        ("deepseek_v4", ("DeepseekV4ForCausalLM: layer ", "does not have one key per token", "judge.path")),
+        (
+            "deepseek_v4",
+            ("DeepseekV4ForCausalLM: the attention of layer ", "does not have one key per token", "judge.path"),
+        ),
     ],
 )
 def test_a_judge_that_cannot_be_read(kind: str, words: tuple[str, ...], made: Made, attempts: Attempts) -> None:

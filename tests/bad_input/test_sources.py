@@ -163,7 +163,7 @@ class Native(TextSource):
         return torch.full((count,), float(self.value) if spoilt else 1 / count)
 
 
-NONE = {"nan": "got nan", "-0.5": "got -0.5", "0.0": "all"}
+NONE = {"nan": "got nan", "-0.5": "got a weight of -0.5", "0.0": "all"}
 
 
 @pytest.mark.parametrize("value", NONE)
@@ -184,7 +184,7 @@ def test_a_source_that_gives_no_weights_names_the_pair(
         return
     message = answer.refused()
     assert message.startswith(f"pair {pair.pair_id}, chosen: expected ") or (
-        message.startswith(f"pair {pair.pair_id}, chosen: Native is declared as ")
+        message.startswith(f"pair {pair.pair_id}, chosen: Native is declared ")
     )
     assert NONE[value] in message
     record(case, message.replace(__name__, "tests"), NOT_STARTED)

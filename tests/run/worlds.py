@@ -41,6 +41,7 @@ class World:
         return [
             "setting=real_smoke",
             "judge=testbed",
+            "judge.assembly=text",  # the default way, with the testbed's short wording
             f"model.path={self.model}",
             f"data.path={self.data}",
             f"store={self.store}",

@@ -21,7 +21,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def batches(stop_after: int | None = None) -> Iterator[list[tuple[int, Sampling]]]:
     """Yields size and sampling of every batch that a model answers; a KeyboardInterrupt comes after so many."""
     made: list[tuple[int, Sampling]] = []
-    original = HFGenerator.answer
+    original = HFGenerator.generate_batch
 
     def answer(self: HFGenerator, requests: Any, sampling: Any) -> Any:
         if len(made) == stop_after:
@@ -30,5 +30,5 @@ def batches(stop_after: int | None = None) -> Iterator[list[tuple[int, Sampling]
         return original(self, requests, sampling)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HFGenerator, "answer", answer)
+        patch.setattr(HFGenerator, "generate_batch", answer)
         yield made
