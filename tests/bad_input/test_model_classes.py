@@ -108,7 +108,7 @@ def test_a_layer_without_attention_names_those_with_some(made: Made, attempts: A
         ("mamba", ("no layer of ", "MambaForCausalLM", "judge.path")),
         (
             "deepseek_v4",
-            ("DeepseekV4ForCausalLM: the attention of layer ", "does not have one key per token", "judge.path"),
+            ("V4ForCausalLM: the attention of layer ", "does not have one key per token", "judge.path"),
         ),
     ],
 )
