@@ -153,10 +153,18 @@ def test_a_wrong_word_is_refused_before_anything_heavy_is_loaded() -> None:
 
 # What is refused by looking at the data, for which not even torch is needed.
 WITHOUT_PAIRS: list[tuple[str, str, str]] = [
-    ("fit", "data.path={folder}/one.jsonl", "is a single table, so its rows must be divided: set data.val_share (0.1"),
-    ("weigh", "data.path={folder}/one.jsonl", "is a single table, so its rows must be divided: set data.val_share"),
+    (
+        "fit",
+        "data.path={folder}/one.jsonl",
+        "is a single table, so its rows must be split into training and validation sets: set data.val_share (0.1",
+    ),
+    (
+        "weigh",
+        "data.path={folder}/one.jsonl",
+        "is a single table, so its rows must be split into training and validation sets: set data.val_share",
+    ),
     ("report weights", "data.path={folder}", "no file test.jsonl, test.csv or test.parquet; its files: one.jsonl"),
-    ("evaluate benchmark=judge", "data.path={folder}", "divide the training split with data.val_share=0.1"),
+    ("evaluate benchmark=judge", "data.path={folder}", "split the training data with data.val_share=0.1"),
     ("fit", "data.path={folder} data.val_split=null", "data.val_split=null: name the validation split, or set"),
     (
         "fit",

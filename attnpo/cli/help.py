@@ -30,7 +30,7 @@ class ConfigGroup:
     heading: str
 
     def format_lines(self, options: Sequence[str]) -> list[str]:
-        """Formats the group: its options, the default first, and its purpose."""
+        """Formats the group with its options (default first) and its purpose."""
         ordered = sorted(options, key=lambda option: option != self.default)
         text = f"{self.name}={' | '.join(ordered)}"
         lines = wrap_line(f"[{text}]" if self.default == "null" else text)
@@ -68,7 +68,7 @@ def parse_groups(root: Path) -> list[ConfigGroup]:
 
 
 def format_groups(root: Path, options: Mapping[str, Sequence[str]]) -> str:
-    """Formats a root's groups and their ``options`` under headings; groups found in no shipped root come last.
+    """Formats a root's groups and their ``options`` under headings; groups that are not in any shipped root come last.
 
     Groups whose only option is the default are not shown.
     """

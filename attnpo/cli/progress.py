@@ -1,4 +1,4 @@
-"""Progress of long-running work: a live display on a terminal, plain lines in a file or a pipe.
+"""Shows the progress of long-running work: live on a terminal, or as plain lines in a file or pipe.
 
 Does not import torch, directly or indirectly.
 """
@@ -165,7 +165,7 @@ def import_phase(what: str) -> Iterator[None]:
 
 @contextmanager
 def heartbeat(what: str) -> Iterator[None]:
-    """Logs the innermost ``phase``, or ``what`` outside any, whenever ``QUIET_FOR`` seconds pass without a log line.
+    """Logs the current ``phase`` (``what`` if there is none) whenever ``QUIET_FOR`` seconds pass without a log line.
 
     Stays silent while progress is shown on the terminal, and in all processes but the main one.
     """
@@ -195,7 +195,7 @@ def heartbeat(what: str) -> Iterator[None]:
 
 @contextmanager
 def show_waiting(what: str) -> Iterator[None]:
-    """Opens a ``phase`` and announces it immediately: on a terminal until the phase ends, elsewhere in a log line."""
+    """Opens a ``phase`` and announces it at once; a terminal shows it until it ends, other outputs get a log line."""
     if not is_interactive_terminal():
         log.info(what)
         with phase(what):

@@ -51,7 +51,7 @@ _EXTRA = re.compile(r"pip install 'attnpo\[(\w+)\]'")
 
 
 def rewrite_commands(text: str) -> str:
-    """Rewrites commands in ``text`` for the user's shell: programs by name, or by path if not on PATH."""
+    """Rewrites commands in ``text`` for the user's shell: programs that are not on PATH are called by path."""
     text = _EXTRA.sub(lambda found: install_command(found[1]), text)
     if called := os.environ.get(CALLED):
         text = _FRONT.sub(lambda found: _shortest_command(called) + " " * found[0].endswith("."), text)
@@ -86,7 +86,7 @@ def make_printable(text: str) -> str:
 
 
 class LogFormatter(logging.Formatter):
-    """Formatter whose log lines contain runnable commands, no credentials and no terminal control characters."""
+    """Formatter that keeps commands in log lines runnable and strips credentials and terminal control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns the log line and any traceback."""
@@ -106,7 +106,7 @@ def _write_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 def command_text(name: str, *arguments: str) -> str:
-    """Returns a command of this package that the user's shell can run (``rewrite_commands``), without credentials."""
+    """Returns the shell command that runs a command of this package, with credentials masked."""
     return rewrite_commands(f"python -m attnpo.{name}") + "".join(
         f" {shlex.quote(mask_credentials(word))}" for word in arguments
     )
@@ -188,7 +188,7 @@ STARTER = "ATTNPO_STARTED_BY"  # process id of the command that started this pro
 
 
 class SignalInterrupt(KeyboardInterrupt):
-    """Signal received outside training; code that handles Ctrl-C handles it too."""
+    """Raised when a signal arrives outside training; code that handles Ctrl-C also handles this."""
 
     def __init__(self, number: int) -> None:
         when = "" if _state.training else " before training"
@@ -228,7 +228,7 @@ def install_signal_handlers() -> None:
 
 
 def _watched_parent() -> int | None:
-    """Returns the process that this rank must not outlive (torchrun's agent, SLURM's daemon, first rank), or None."""
+    """Returns the process that this rank must not outlive (torchrun agent, SLURM daemon or first rank), or None."""
     parent, starter = os.getppid(), os.environ.get(STARTER)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return parent
@@ -333,7 +333,7 @@ def skip_gc_at_exit() -> None:
 def run_guarded(command: Callable[[], int]) -> int:
     """Runs ``command`` and returns its exit status; errors that a user can fix become one line on stderr.
 
-    The status is 2 for a UserError, a missing package or a full disk, 128 + n for signal n, otherwise the
+    The status is 2 for a UserError, a missing package or a full disk, 128 + n for signal n, and otherwise the
     ``exit_status`` of the exception.
     """
     skip_gc_at_exit()
@@ -369,7 +369,7 @@ def _discard_output() -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Exits with ``status``; only the main process shuts down the interpreter, as torch's threads may hang there."""
+    """Exits with ``status``. Ranks above 0 skip interpreter shutdown because torch's threads may hang it."""
     if not is_main_process():
         logging.shutdown()
         sys.stdout.flush()
@@ -400,7 +400,7 @@ KEPT = (
 
 
 def _describe_full_disk(error: BaseException | None) -> str | None:
-    """Describes a full disk as the cause of ``error``, with its notes on saved work; None for other causes."""
+    """Returns a message with the error's notes on saved work if a full disk caused ``error``; otherwise None."""
     number, name, below = None, None, error
     while below is not None:
         rust = re.search(r"\(os error (\d+)\)", str(below))  # safetensors, tokenizers
@@ -415,7 +415,7 @@ def _describe_full_disk(error: BaseException | None) -> str | None:
 
 
 def _describe_path_error(error: BaseException) -> str | None:
-    """Describes a path that is too long, or a folder that was removed during the command; None for other errors."""
+    """Returns a message if a path is too long or a folder was removed during the command; otherwise None."""
     if not isinstance(error, OSError):
         return None
     if error.errno == errno.ENAMETOOLONG:

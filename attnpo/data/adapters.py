@@ -61,7 +61,7 @@ class Note(StrEnum):
 
 
 class RowError(Exception):
-    """Error for a row that cannot be converted to a pair; ``reason`` says why."""
+    """Raised when a row cannot be converted to a pair; ``reason`` says why."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason.value)
@@ -72,13 +72,13 @@ class RowError(Exception):
 class Columns:
     """Column names of a dataset, and the key names within a message.
 
-    ``prompt``: prompt column; None if there is none. A column with the default name may be absent from the data.
-    ``system``: column with the text of a system message; empty or missing in rows without a system message. ``input``:
-    column with text that is appended to a text prompt on a new line (Alpaca's format); may be empty or missing.
-    ``tools``: column with the functions that the assistant may call, as a list of schemas or as JSON; empty or missing
-    in rows without functions. ``role`` and ``content``: keys of a message (ShareGPT files use "from" and "value"; the
-    ShareGPT roles "human" and "gpt" are recognised). ``traces``: handling of reasoning traces, i.e. the assistant's
-    ``reasoning_content`` or ``<think>...</think>`` at the beginning of a response.
+    ``prompt``: prompt column, or None if the data have none. The default prompt column may also be missing. ``system``:
+    column with the system message as text; may be empty or missing in a row. ``input``: column with text that is
+    appended to a text prompt on a new line (Alpaca's format); may be empty or missing. ``tools``: column with the
+    functions that the assistant may call, as a list of schemas or as JSON; may be empty or missing in a row. ``role``
+    and ``content``: keys of a message (ShareGPT files use "from" and "value"; the ShareGPT roles "human" and "gpt" are
+    recognised). ``traces``: handling of reasoning traces, i.e. the assistant's ``reasoning_content`` or
+    ``<think>...</think>`` at the beginning of a response.
     """
 
     prompt: str | None = "prompt"
@@ -345,7 +345,7 @@ def _apply_trace_rule(turns: _Turns, traces: TraceHandling) -> tuple[_Turns, Not
 
 
 def _full_conversation(prompt: list[Message], turns: list[Message]) -> list[Message]:
-    """Returns the prompt followed by ``turns``, which may already begin with the prompt."""
+    """Returns ``turns``, with the prompt prepended unless they already begin with it."""
     return turns if prompt and turns[: len(prompt)] == prompt else [*prompt, *turns]
 
 

@@ -1,4 +1,4 @@
-"""Stores pairs, training ids and training examples as rows of Arrow tables, read lazily and without copying.
+"""Stores pairs, training ids and training examples as rows of Arrow tables, which are read lazily without copying.
 
 Defines the table schemas and converts between objects and rows; does no file I/O. Tables may be
 memory-mapped. Each access to a row builds a new object, which is not cached.
@@ -142,7 +142,7 @@ class LazyRows(Sequence[Some], Generic[Some]):
 
 
 class NotSerializableError(Exception):
-    """Error for a pair whose extra columns cannot be stored as JSON."""
+    """Raised when a pair's extra columns cannot be stored as JSON."""
 
 
 def pair_to_row(pair: PreferencePair) -> dict[str, object]:
@@ -159,7 +159,7 @@ def pair_to_row(pair: PreferencePair) -> dict[str, object]:
 
 
 class PairRows(LazyRows[PreferencePair]):
-    """Pairs stored in a table; if ``rows`` is given, only those at the given indices."""
+    """Pairs stored in a table, restricted to the indices in ``rows`` if given."""
 
     def __init__(self, table: pa.Table, rows: npt.NDArray[np.int64] | None = None) -> None:
         self._table, self._rows = table, rows
@@ -228,7 +228,7 @@ class PairSubset(LazyRows[PreferencePair]):
 
 
 def find_pairs(pairs: Sequence[PreferencePair], ids: Collection[str]) -> dict[str, PreferencePair]:
-    """Returns the pairs with the given ids, by id; if they are in a table, reads only their rows."""
+    """Maps the given ids to their pairs. If the pairs are in a table, only their rows are read."""
     wanted = set(ids)
     return {pair_id: pairs[place] for place, pair_id in enumerate(list_pair_ids(pairs)) if pair_id in wanted}
 
@@ -237,7 +237,7 @@ def find_pairs(pairs: Sequence[PreferencePair], ids: Collection[str]) -> dict[st
 
 
 def encoded_to_row(row: int, prompt: str, sides: Mapping[str, EncodedResponse]) -> dict[str, object]:
-    """Converts a pair's training ids to a table row; ``row`` is the pair's index, ``prompt`` the prompt's digest."""
+    """Converts a pair's training ids to a table row that contains the pair's index and the prompt's digest."""
     chosen, rejected = (sides[side] for side in SIDES)
     shared = chosen.prompt_ids == rejected.prompt_ids
     found: dict[str, object] = {"row": row, "prompt": prompt, "shared": shared}
@@ -250,7 +250,7 @@ def encoded_to_row(row: int, prompt: str, sides: Mapping[str, EncodedResponse]) 
 
 
 class EncodedRows(LazyRows[dict[str, EncodedResponse]]):
-    """Training ids of pairs by side, read from a table with the schema ``ENCODED``."""
+    """Training ids of each pair by side, read from a table with the schema ``ENCODED``."""
 
     def __init__(self, table: pa.Table) -> None:
         self.rows: Counts = table.column("row").to_numpy()
@@ -290,7 +290,7 @@ class EncodedRows(LazyRows[dict[str, EncodedResponse]]):
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Prompt and response token counts of pairs, by side (chosen, rejected).
+    """Prompt and response token counts for each side (chosen, rejected) of each pair.
 
     ``shared``: for each pair, whether both sides have the same prompt ids.
     """

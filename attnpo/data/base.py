@@ -1,8 +1,8 @@
 """Reads preference pairs from files, folders of files or the Hugging Face hub.
 
 ``attnpo.data.tables`` reads the tables and ``attnpo.data.adapters`` converts rows to pairs. No row is dropped silently:
-``read == num_kept + num_dropped`` is true for every ``PairSet``, which also lists the reasons for dropping rows, each
-with the first row numbers.
+every ``PairSet`` satisfies ``read == num_kept + num_dropped`` and lists the reasons for dropping rows, with the first
+affected row numbers for each reason.
 """
 
 import logging
@@ -41,7 +41,7 @@ AMOUNTS = ("weight", "count")
 
 @dataclass(frozen=True)
 class SetCounts:
-    """Row counts of a mixture set: read, kept as pairs, dropped, and used in the mixture."""
+    """Row counts for one set of a mixture: rows read, kept as pairs, dropped, and used in the mixture."""
 
     path: str
     read: int
@@ -60,7 +60,7 @@ class PairSet:
     ``counts``: number of dropped rows per reason. ``notes``: number of kept rows per remark (duplicates, an empty
     side). ``read``: number of rows read. ``examples``: for each reason and note, the first three affected rows,
     numbered from 0 within the split. ``unused``: table columns used for neither prompt nor responses; their values are
-    in ``extra`` of each pair. ``sets``: for a mixture, the row counts of each set by name; reasons and notes then start
+    in each pair's ``extra``. ``sets``: for a mixture, the row counts of each set by name; reasons and notes then start
     with the set's name. ``written``: number of pairs that were passed to a ``write`` function instead of being kept in
     memory. ``known``: the fingerprint, if already computed.
     """
@@ -218,9 +218,9 @@ def _write_pairs(found: PairSet, write: Write | None) -> PairSet:
 def parse_row_range(selection: str | None, length: int, option: str = "data.train_rows") -> range:
     """Parses a selection from ``length`` rows; None selects all rows.
 
-    "500" selects the first 500 rows, "100:300" rows 100 to 299, "10%" the first tenth (rounded down), "10%:20%" the
-    second tenth; either side of the colon may be omitted. Rows past the end are ignored, so the range may be shorter
-    than requested.
+    Examples: "500" (first 500 rows), "100:300" (rows 100 to 299), "10%" (first tenth, rounded down), "10%:20%" (second
+    tenth). Either side of the colon may be omitted. Rows past the end are ignored, so the range may be shorter than
+    requested.
 
     Raises:
         UserError: ``selection`` has none of these forms, or selects no rows.
@@ -255,7 +255,7 @@ def parse_row_range(selection: str | None, length: int, option: str = "data.trai
 def pick_validation_prompts(prompts: Sequence[str | None], share: float, where: str) -> tuple[set[str], int]:
     """Selects a share of the distinct prompts for validation; also returns the total number of distinct prompts.
 
-    ``prompts``: prompt digest of each row, None for rows that are not pairs. The prompts with the smallest digests are
+    ``prompts``: prompt digest of each row, or None if the row is not a pair. The prompts with the smallest digests are
     selected, so row order does not matter. Training and validation each get at least one prompt.
 
     Raises:
@@ -318,7 +318,7 @@ class MixtureSet:
 
 
 def check_mixture(sets: Mapping[str, MixtureSet]) -> None:
-    """Checks set names, and that either all sets have a weight, all have a count, or none has either.
+    """Checks the set names, and that all sets have a weight, all have a count, or none has either.
 
     Raises:
         UserError: there are no sets, a name is invalid, or only some sets have a weight or a count.
@@ -335,7 +335,7 @@ def check_mixture(sets: Mapping[str, MixtureSet]) -> None:
         lacking = [name for name, one in sets.items() if getattr(one, key) is None]
         if lacking and len(lacking) < len(sets):
             raise UserError(
-                f"data.mix.{lacking[0]} has no {key}, but other sets do: set {key} for all sets or for none"
+                f"data.mix.{lacking[0]} has no {key}, but other sets have one: set {key} for all sets or for none"
             )
 
 
@@ -372,7 +372,7 @@ def allocate_pairs(kept: Mapping[str, int], sets: Mapping[str, MixtureSet]) -> d
 
 
 def shuffle_positions(name: str, kept: int, seed: int) -> list[tuple[str, str, int]]:
-    """Returns a sorted list of (random digest, set, position), one per pair of a set; the first entries are used."""
+    """Returns one (random digest, set, position) per pair of a set, sorted; the mixture uses the first entries."""
     return sorted((digest([seed, name, place]), name, place) for place in range(kept))
 
 
@@ -403,14 +403,14 @@ class PairSource:
     ``path`` is a folder with one file per split (``train.jsonl``, ``test.csv``, shards named as on the hub; files may
     be in a sub-folder ``data``), a folder written by ``save_to_disk``, a single file for both splits, or the name of a
     dataset on the hub. ``train_split`` and ``val_split`` are split names or file stems. ``train_rows`` and ``val_rows``
-    select rows ("500", "100:300", "10%") of a split, counted before any are dropped. ``val_share`` divides
-    ``train_split`` into both splits: this share of its prompts, between 0 and 1, is used for validation. ``val_split``
-    must then be None, or have its default value if the data have no split of that name. ``revision`` and ``subset``
+    select rows ("500", "100:300", "10%") of a split, counted before any are dropped. ``val_share`` is the share of
+    prompts in ``train_split``, between 0 and 1, that is used for validation instead of training. ``val_split`` must
+    then be None; its default value is also accepted if the data have no split of that name. ``revision`` and ``subset``
     apply to datasets on the hub. ``exchanged`` swaps the two responses, to train a model on the opposite preference.
 
     ``mix`` replaces ``path`` with several named sets; a set inherits every key that it does not set itself, and
-    ``val_share`` applies to the prompts of all sets together. ``mix_seed`` determines which training pairs are used,
-    and their order. Validation uses all pairs of every set.
+    ``val_share`` applies to the prompts of all sets together. ``mix_seed`` determines which training pairs are used and
+    in what order. Validation uses all pairs of every set.
     """
 
     path: str
@@ -439,8 +439,8 @@ class PairSource:
             )
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns the keys that have no effect, with reasons: ``path`` with a mixture, ``mix_seed`` without one."""
-        return {"path": "data.mix gives a path for each set"} if self.mix else {"mix_seed": "data.mix=null: one set"}
+        """Returns the keys that have no effect, with reasons: ``path`` if a mixture is set, otherwise ``mix_seed``."""
+        return {"path": "data.mix gives a path for each set"} if self.mix else {"mix_seed": "no mixture is set"}
 
     @property
     def has_separate_traces(self) -> bool:
@@ -476,7 +476,7 @@ class PairSource:
         """Returns the arguments of ``read_table`` for both splits of every set.
 
         Raises:
-            UserError: as ``load``.
+            UserError: see ``load``.
         """
         sources = [self] if not self.mix else [self._make_set_source(one) for one in self.mix.values()]
         return list(
@@ -562,7 +562,7 @@ class PairSource:
         aside, different = pick_validation_prompts(every, self.val_share or 0.0, where)
         if split == "train":
             _LOG.info(
-                "data.val_share=%g: %d of %d prompts (%d of %d rows) are used for validation, selected by digest",
+                "data.val_share=%g: %d of %d prompts (%d of %d rows) are selected by digest for validation",
                 self.val_share,
                 len(aside),
                 different,
@@ -587,7 +587,7 @@ class PairSource:
             raise UserError(
                 f"{where}: training and validation use the same {len(rows)} rows, so no validation pair would be "
                 "unseen: set data.val_share=0.1 with data.val_split=null, select different rows "
-                "(data.train_rows, data.val_rows), or set another data.val_split"
+                "(data.train_rows, data.val_rows), or choose a different data.val_split"
             )
         if max(train.start, rows.start) < min(train.stop, rows.stop):
             _LOG.warning("%s: data.val_rows and data.train_rows overlap", where)
@@ -616,5 +616,6 @@ class PairSource:
         if named or there:
             raise UserError(
                 f"data.val_share={self.val_share:g} and data.val_split={self.val_split}: set only one of them; set "
-                f"data.val_share=null to validate on that split, or data.val_split=null to divide {self.train_split}"
+                "data.val_share=null to validate on that split, or data.val_split=null to use a share of "
+                f"{self.train_split} for validation"
             )

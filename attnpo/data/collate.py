@@ -13,7 +13,7 @@ Layout = Callable[
     [Sequence[tuple[Sequence[int], Sequence[int]]], int],
     tuple[ModelInputs, Int[Tensor, "rows R"], Bool[Tensor, "rows R"]],
 ]
-"""Function from each row's (prompt ids, response ids) and a padding id to inputs, response ids and response mask."""
+"""Function from rows of (prompt ids, response ids) and a padding id to model inputs, response ids and response mask."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Lightning data module for preference pairs with token weights: plans whole steps and can resume within an epoch."""
+"""Defines the Lightning data module for preference pairs with token weights.
+
+It plans whole optimizer steps and can resume within an epoch.
+"""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -49,9 +52,9 @@ Ids = tuple[Sequence[int], Sequence[int]]
 def find_mismatch_partners(examples: Sequence[TrainingExample], step: Sequence[int]) -> dict[int, int]:
     """Maps each pair in ``step`` to a partner; mismatched rows join the pair's prompt to the partner's responses.
 
-    The partner is the nearest earlier pair of the step with a different prompt, wrapping around from the first pair to
-    the last. If all prompts are equal, the partner is the previous pair. For a step with a single pair, the partner is
-    searched for among all examples.
+    The partner is the nearest earlier pair in the step with a different prompt, wrapping around from the first pair to
+    the last. If all prompts are equal, the partner is the previous pair. If the step has only one pair, the partner is
+    taken from all examples.
 
     Raises:
         ValueError: there is only one example.
@@ -91,7 +94,7 @@ def make_mismatched_rows(examples: Sequence[TrainingExample], planned: PlannedBa
 MAKERS: Mapping[str, Callable[[Sequence[TrainingExample], PlannedBatch], list[list[Ids]]]] = {
     "mismatched": make_mismatched_rows
 }
-"""Functions by name; each builds a rank's rows from a step's planned batch, as one list per micro-batch."""
+"""Functions by name. Each builds one rank's rows from the step's planned batch and returns one list per micro-batch."""
 
 
 def truncate_response(row: Ids, max_length: int) -> Ids:
@@ -123,7 +126,7 @@ class PreStepRows:
     def make_rows(
         self, examples: Sequence[TrainingExample], planned: PlannedBatch, layout: Layout, pad_id: int
     ) -> dict[str, tuple[RowGroup, ...]]:
-        """Returns, by name, one row group for each of this rank's micro-batches of the step."""
+        """Returns this rank's rows for the step by name, with one group per micro-batch."""
         groups = {}
         for name in sorted(self.names):
             micros = MAKERS[name](examples, planned)
@@ -222,7 +225,7 @@ class PreferenceDataModule(L.LightningDataModule):
         transforms: weight transforms, applied in order.
         plan: pairs per step and per micro-batch; validation is one step with all validation pairs.
         layout: a function from ``models.layouts``.
-        seed: seed of the training order, if the plan shuffles.
+        seed: seed for the training order; used only if the plan shuffles.
         ahead: names of the rows that the objective needs before each step (NAME in "ahead:NAME").
         epochs: number of epochs, used to plan micro-batches; None uses the Trainer's number.
         max_steps: maximum number of optimizer steps, if the run is to stop before ``epochs`` epochs.
@@ -321,7 +324,7 @@ class PreferenceDataModule(L.LightningDataModule):
             return
         if self.trainer.world_size > 1 and vars(self.trainer._accelerator_connector)["use_distributed_sampler"]:
             raise UserError(
-                "the Trainer would replace the sampler that plans steps over several processes: pass "
+                "the Trainer would replace the sampler that plans steps across several processes: pass "
                 "use_distributed_sampler=False to the Trainer"
             )
         if self.epochs is None:
@@ -362,7 +365,7 @@ class PreferenceDataModule(L.LightningDataModule):
         for split, examples, key in (("training", train, "data.path"), ("validation", val, "data.val_split")):
             if self._ahead and len(examples) < 2:
                 raise UserError(
-                    f"the objective combines prompts and responses of different pairs, so it needs at "
+                    f"the objective combines prompts and responses from different pairs, so it needs at "
                     f"least 2 {split} pairs, but there is only 1; check the counts of dropped pairs above and {key}"
                 )
         plan = self.plan
@@ -418,7 +421,7 @@ class PreferenceDataModule(L.LightningDataModule):
         """Returns the number of micro-batches per optimizer step on each of ``processes`` processes.
 
         Raises:
-            UserError: the steps cannot be divided as the plan requires.
+            UserError: the steps cannot be divided into micro-batches as the plan requires.
         """
         return self._make_sampler(0, processes).split.accumulation
 
@@ -471,7 +474,10 @@ class PreferenceDataModule(L.LightningDataModule):
             sampler.load_state_dict(self._resume)
             self._resume = None
         if sampler.dropped:
-            log.warning("%d pairs are dropped in each epoch because they are fewer than the processes", sampler.dropped)
+            log.warning(
+                "the last %d pairs of each epoch are dropped because there are fewer of them than processes",
+                sampler.dropped,
+            )
         if isinstance(sampler.cutting, BatchByTokens):
             _log_micro_batches(sampler, sampler.cutting)
         self.sampler = sampler
@@ -508,7 +514,7 @@ def make_batching(
     Uses a token budget of ``tokens`` (config key ``key``) or, if that is None, ``micro`` pairs per micro-batch.
 
     Raises:
-        UserError: the budget is below the longest pair.
+        UserError: the budget is too small for the longest pair.
     """
     if tokens is None:
         return BatchByCount(micro)
@@ -520,8 +526,8 @@ def _log_micro_batches(sampler: StepBatchSampler, cutting: BatchByTokens) -> Non
     """Logs how many tokens the epoch's micro-batches contain."""
     tokens = [cutting.batch_tokens(part) for part in sampler.iter_micro_batches()]
     log.info(
-        "micro-batches: %d per step of %d pairs, %d on each process; %s=%d; %s rows with at most %d tokens, "
-        "%d on average",
+        "micro-batches: %d per step of %d pairs, %d on each process; %s=%d; each has %s rows with at most %d tokens "
+        "(%d on average)",
         sampler.split.accumulation * sampler.split.world_size,
         sampler.size,
         sampler.split.accumulation,

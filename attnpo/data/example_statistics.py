@@ -1,4 +1,4 @@
-"""Computes statistics of a split's examples: lengths, weight concentration, and the share of weight that was mapped."""
+"""Computes statistics of a split's examples: lengths, weight concentration, and the share of weight that is kept."""
 
 import math
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class ExampleMeans:
         return WeightCoverage(*(self.mean(name) if self.count else math.nan for name in names))
 
     def coverage_by_name(self, source: WeightSource) -> dict[str, float]:
-        """Returns mean coverage, source coverage and kept mass; only coverage if weights are computed in each step."""
+        """Returns the mean coverage and, unless weights are computed in each step, source coverage and kept mass."""
         names = ("coverage",) if isinstance(source, OnlineSource) else ("coverage", *COLUMNS)
         return {name: self.mean(name) for name in names}
 

@@ -1,6 +1,7 @@
 """Divides an optimizer step into micro-batches and assigns them to ranks.
 
-Pure arithmetic on integers, without tensors, epochs or random order. A pair is an index into a list of sizes.
+Does only integer arithmetic and knows nothing about tensors, epochs or shuffling. A pair is an index into a list of
+sizes.
 """
 
 import logging
@@ -24,8 +25,8 @@ RankBatches = list[list[tuple[int, ...]]]
 class RowCost:
     """Counts the input tokens of pairs in the layout ``name`` of ``models.layouts``.
 
-    ``padded``: every row is padded to the longest row. ``shared``: if both rows of a pair have the same prompt, its
-    tokens count once.
+    ``padded``: every row is padded to the longest row. ``shared``: if both rows of a pair have the same prompt, the
+    prompt tokens are counted once.
     """
 
     name: str
@@ -136,7 +137,7 @@ def assign_to_ranks(costs: Sequence[int], ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class BatchByCount:
-    """Rule for micro-batches of ``micro`` pairs in step order; if uneven, sizes differ by at most one."""
+    """Splits a step, in order, into micro-batches of ``micro`` pairs; uneven sizes differ by at most one."""
 
     micro: int
 
@@ -152,8 +153,8 @@ class BatchByCount:
     def num_micro_batches(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:
         """Returns the number of micro-batches per rank for steps of ``pairs`` pairs.
 
-        This is the smallest number that suffices for the rank with the most pairs, but no larger than the number of
-        pairs of the rank with the fewest. If a micro-batch then exceeds ``micro`` pairs, a warning is logged.
+        This is the smallest number that suffices for the rank with the most pairs, but at most the number of pairs on
+        the rank with the fewest. If a micro-batch then exceeds ``micro`` pairs, a warning is logged.
         """
         share = ceil(pairs / ranks)
         micros = min(ceil(share / self.micro), pairs // ranks)
@@ -177,7 +178,7 @@ class BatchByCount:
 
 @dataclass(frozen=True)
 class BatchByTokens:
-    """Rule for micro-batches of similarly long pairs with at most ``budget`` tokens each.
+    """Groups pairs of similar length into micro-batches of at most ``budget`` tokens.
 
     The pairs of a step are sorted by size, longest first (ties in step order), and split so that the largest
     micro-batch is as small as possible. ``sizes``: number of input tokens of each pair. ``key``: config key that sets
@@ -201,9 +202,9 @@ class BatchByTokens:
     def num_micro_batches(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:
         """Returns the number of micro-batches per rank for ``steps`` of ``pairs`` pairs each.
 
-        This is the smallest number that keeps all steps within the budget; it is 0 if there are no steps. With
-        ``short`` (last steps of epochs, whose size follows from the number of pairs), it is at most the pairs per rank;
-        if steps may then exceed the budget, a warning is logged.
+        This is the smallest number that keeps all steps within the budget; it is 0 if there are no steps. If ``short``
+        is set, the steps are the short last steps of epochs: the number is then limited to the pairs per rank, and a
+        warning is logged if a step may exceed the budget.
 
         Raises:
             UserError: steps of full size need more micro-batches than there are pairs.
@@ -227,7 +228,7 @@ class BatchByTokens:
         return micros
 
     def min_micro_batches(self, step: Sequence[int], ranks: int) -> int:
-        """Returns the fewest micro-batches per rank that keep one step within the budget."""
+        """Returns the smallest number of micro-batches per rank that keeps one step within the budget."""
         return ceil(len(fill_greedily(self._sorted_sizes(step), self.cost, self.budget)) / ranks)
 
     def split_step(self, step: Sequence[int], micros: int, ranks: int) -> RankBatches:
@@ -268,7 +269,7 @@ BatchRule = BatchByCount | BatchByTokens
 
 
 def count_pair_tokens(examples: Sequence[TrainingExample], cost: RowCost) -> list[int]:
-    """Returns the number of input tokens of each pair in a batch by itself."""
+    """Returns the number of input tokens of each pair when it is batched alone."""
     sizes = count_row_tokens(examples)
     once = sizes.prompts[0] * sizes.shared if cost.shared else 0
     counts = len(SIDES) * sizes.longest_branch if cost.padded else sizes.branch_tokens.sum(axis=0) - once

@@ -1,4 +1,4 @@
-"""Counts, by digest, the pairs and prompts of validation data and benchmarks that are also in the training data."""
+"""Counts the validation pairs, and validation and benchmark prompts, whose digests are also in the training data."""
 
 import hashlib
 import logging
@@ -21,7 +21,8 @@ SEEN = "prompts that the model was trained on"
 class Overlap:
     """Counts of validation pairs and distinct prompts, and how many of each are also in the training data.
 
-    Pairs are equal if their token ids are equal after truncation, prompts if their messages are equal.
+    Two pairs are equal if their token ids are equal after truncation. Two prompts are equal if their messages are
+    equal.
     """
 
     pairs: int
@@ -37,9 +38,9 @@ class Overlap:
         )
 
     def warning(self) -> str | None:
-        """Returns a warning about all validation results; None if nothing overlaps."""
+        """Returns a warning that applies to all validation results, or None if nothing overlaps."""
         shared = self.trained_pairs or self.trained_prompts
-        return f"{self.summary()}, so validation results are not on unseen pairs only" if shared else None
+        return f"{self.summary()}, so validation results are not based only on unseen pairs" if shared else None
 
 
 class OverlapCounter:
@@ -51,7 +52,7 @@ class OverlapCounter:
         self._pairs = self._shared = 0
 
     def add(self, split: str, prompt: str, sides: Mapping[str, EncodedResponse]) -> None:
-        """Adds a pair of a split, given the digest of its prompt and its token ids."""
+        """Adds a pair to a split, given its prompt digest and its token ids."""
         self._prompts[split == "val"].add(prompt)
         if split == "train":
             self._ids.add(digest_token_ids(sides))
@@ -99,7 +100,8 @@ def write_prompt_digests(folder: Path, prompts: Iterable[str]) -> None:
 def count_seen_prompts(model: str, prompts: Iterable[Sequence[Message]]) -> dict[str, int]:
     """Counts and logs the distinct prompts that were in the training data of the run that saved ``model``.
 
-    Returns an empty mapping if there are none, or if the run's prompt digests are not available; the latter is logged.
+    Returns an empty mapping if no prompt was seen in training. If the run's prompt digests are not available, logs this
+    and also returns an empty mapping.
     """
     file, asked = Path(model).expanduser().parent / FILE, set(map(digest_prompt, prompts))
     if not file.is_file():

@@ -278,7 +278,7 @@ def fit_transforms(
 ) -> tuple[WeightTransform, ...]:
     """Fits the transforms that have ``needs_fit`` on ``encoded`` (the training split); returns all transforms.
 
-    Pairs with a coverage below that required by ``align`` are not used for fitting, as they will be dropped.
+    Pairs with a coverage below that required by ``align`` are not used for fitting because they will be dropped.
     """
     check_transforms(source, transforms)
     if not any(transform.needs_fit for transform in transforms):
@@ -381,7 +381,7 @@ def percentiles(counts: Sequence[int]) -> dict[str, int]:
 
 
 def select_calibration_pairs(pairs: Sequence[PreferencePair], count: int) -> list[PreferencePair]:
-    """Selects the first ``count`` distinct pairs in order of their ids, independently of file order."""
+    """Selects the first ``count`` distinct pairs in order of their ids, regardless of file order."""
     unique = {pair_id: place for place, pair_id in enumerate(list_pair_ids(pairs))}
     return [pairs[unique[pair_id]] for pair_id in sorted(unique)[:count]]
 

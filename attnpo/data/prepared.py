@@ -90,7 +90,7 @@ UNKNOWN = 0.05  # share of the response tokens above which a warning is logged
 
 
 def describe_data(source: object) -> tuple[dict[str, object], int] | None:
-    """Describes, by name, all inputs that determine a source's pairs; also returns the size of the data in bytes.
+    """Returns all inputs that determine a source's pairs, by name, and the size of the data in bytes.
 
     Returns None if the data are small, or if the source's class is defined outside the package.
     """
@@ -116,7 +116,7 @@ def prepare_pairs(
     size: int,
     load: Callable[[str, Callable[[PreferencePair], object]], PairSet],
 ) -> dict[str, PairSet]:
-    """Loads both splits' pairs from the store and replays their log, or reads them with ``load`` and stores them."""
+    """Loads both splits' pairs from the store and repeats their log, or reads them with ``load`` and stores them."""
 
     def write_pairs(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         accounts: dict[str, object] = {}
@@ -160,7 +160,7 @@ Take = Callable[[int, PreferencePair, dict[str, EncodedResponse]], None]
 
 
 def describe_ids(chat: ChatFormat, rules: LengthRules, pairs: Mapping[str, PairSet]) -> dict[str, object] | None:
-    """Describes, by name, all inputs that determine the training ids of pairs; None if there are few pairs."""
+    """Returns all inputs that determine the pairs' training ids, by name, or None if there are few pairs."""
     if sum(map(len, pairs.values())) <= PAIRS_HELD:
         return None
     return {
@@ -177,7 +177,7 @@ def describe_ids(chat: ChatFormat, rules: LengthRules, pairs: Mapping[str, PairS
 def prepare_ids(
     store: Path, facts: Mapping[str, object], pairs: Mapping[str, PairSet], encode: Callable[[str, Take], EncodedSet]
 ) -> tuple[dict[str, EncodedSet], Overlap]:
-    """Loads both splits' training ids and the splits' overlap from the store, or computes and stores them."""
+    """Loads both splits' training ids and their overlap from the store, or computes and stores them."""
 
     def write_ids(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         accounts, overlaps = dict[str, object](), OverlapCounter()
@@ -220,7 +220,7 @@ def _load_tally(stored: Account) -> Tally:
 class ExampleRecipe:
     """Settings that determine the weights of pairs: source and reader, transforms, alignment.
 
-    ``pairs``: source of the pairs, for a weight source that reads columns of the data.
+    ``pairs``: source of the pairs; needed if the weight source reads columns of the data.
     """
 
     source: WeightSource
@@ -230,10 +230,10 @@ class ExampleRecipe:
     pairs: object = None
 
     def describe(self, ids: Mapping[str, object] | None) -> dict[str, object] | None:
-        """Describes, by name, all inputs that determine the examples; ``ids`` describes the training ids.
+        """Returns all inputs that determine the examples, by name; ``ids`` are those that determine the training ids.
 
         Returns None if there are few pairs, or if the weight source or a transform is defined outside the package and
-        so may read unknown inputs.
+        may therefore depend on unknown inputs.
         """
         parts = [self.source, *self.transforms]
         if ids is None or any(type(part).__module__.partition(".")[0] != PACKAGE.name for part in parts):
@@ -337,7 +337,7 @@ _PLAIN = ("depth", "key", "reads", "seconds", "rounds", "cut")
 
 
 def _describe_weights(weighed: WeightingResult) -> dict[str, object]:
-    """Returns the statistics of the weights, which are stored with the examples."""
+    """Returns the weight statistics that are stored with the examples."""
     found = {name: getattr(weighed, name) for name in _STATISTICS}
     statistics = {name: None if one is None else asdict(one) for name, one in found.items()}
     return {**{name: getattr(weighed, name) for name in _PLAIN}, **statistics, "pairs": len(weighed.captured)}
@@ -442,7 +442,7 @@ def read_pairs(source: PairReader, weights: WeightSource, store: Store | None) -
 
 @phase("tokenising the pairs")
 def encode(pairs: Mapping[str, PairSet], chat: ChatFormat, rules: LengthRules, store: Store | None) -> EncodedTexts:
-    """Encodes both splits under the length rules and counts validation pairs and prompts that are also in training.
+    """Encodes both splits under the length rules and counts the overlap of validation with training data.
 
     Warns if many tokens of the responses are unknown to the tokenizer.
 

@@ -104,7 +104,7 @@ def _hold_lock(file: Path) -> Iterator[None]:
 
 
 def _open_rows(file: Path, facts: Mapping[str, object], *, say: bool = False) -> PreparedRows | None:
-    """Opens the rows in ``file``; if missing or invalid, returns None and, if ``say`` is set, logs why."""
+    """Opens the rows in ``file``; if they are missing or invalid, returns None and, if ``say`` is set, logs why."""
     path = file.with_suffix(".json")
     if not file.is_file() and not path.is_file():
         return None
@@ -168,7 +168,7 @@ def prune_rows(store: Path, days: float) -> None:
             removed, size = removed + 1, size + file.stat().st_size
             record.unlink(missing_ok=True)
             file.unlink(missing_ok=True)
-    log.info("%s: removed %d sets of prepared rows, %s", folder, removed, format_bytes(size))
+    log.info("%s: removed %d sets of prepared rows (%s)", folder, removed, format_bytes(size))
 
 
 class _StreamWriter:

@@ -90,8 +90,8 @@ def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColum
             repeated.append(number)
         else:
             raise UserError(
-                f"row {number} has the {columns.id} {prompt.id!r} of an earlier row but a different prompt: ids must "
-                "be unique; choose another column with data.columns.id=COLUMN, or none (data.columns.id=null)"
+                f"row {number} has the same {columns.id} {prompt.id!r} as an earlier row but a different prompt: ids "
+                "must be unique; choose a different column with data.columns.id=COLUMN, or set data.columns.id=null"
             )
     return PromptSet(list(prompts.values()), read, repeated, left_out)
 
@@ -178,7 +178,7 @@ def encode_prompts(
 ) -> EncodedPrompts:
     """Encodes prompts; skips those that the chat template rejects or that leave no room for ``new_tokens``.
 
-    ``refusal`` in the result is the template's first error. Without a chat format, all prompts are kept and have no
+    ``refusal`` in the result is the template's first error. If there is no chat format, all prompts are kept without
     token ids.
     """
     kept: dict[str, list[int]] = {}

@@ -52,8 +52,8 @@ class AlignRules:
     """Settings for mapping weights from source tokens to training tokens, and the coverage required of each pair.
 
     ``min_coverage``: minimum share of a response's content tokens that match a source token; pairs with a response
-    below it are dropped and counted. None uses the source's default (paper: 0.9 for verbalised weights, no limit for
-    attention).
+    below this share are dropped and counted. None uses the source's default (paper: 0.9 for verbalised weights, no
+    limit for attention).
     """
 
     method: AlignMethod = AlignMethod.LEVENSHTEIN
@@ -116,11 +116,11 @@ class BatchPlan:
 
     @property
     def eval_token_budget(self) -> int | None:
-        """Returns the token budget per forward pass in validation; None as for ``token_budget``."""
+        """Returns the token budget per forward pass in validation; None if ``eval_micro`` is used or while "auto"."""
         return self.eval_tokens if isinstance(self.eval_tokens, int) else None
 
     def resolve_auto(self, max_length: int) -> "BatchPlan":
-        """Replaces "auto" budgets with the minimum: one longest padded pair in training, two in validation."""
+        """Replaces "auto" budgets with the minimum: one padded pair of maximum length (two for validation)."""
         tokens = 2 * max_length if self.tokens == AUTO else self.tokens
         eval_tokens = 4 * max_length if self.eval_tokens == AUTO else self.eval_tokens
         return replace(self, tokens=tokens, eval_tokens=eval_tokens)

@@ -1,4 +1,4 @@
-"""Plans whole optimizer steps, independently of their division into batches; resumable at any batch.
+"""Plans whole optimizer steps, regardless of how they are divided into batches, and can resume at any batch.
 
 An optimizer step is ``size`` consecutive pairs of the epoch's permutation; these pairs do not depend on how the step is
 divided into micro-batches and among ranks (``data.micro_batches``). Each batch records the number of pairs in the whole
@@ -138,7 +138,7 @@ class StepBatchSampler(Sampler[PlannedBatch]):
         self._passed = False
 
     def _plan_split(self, world_size: int, epochs: int) -> StepSplit:
-        """Returns the division with the fewest micro-batches per rank that suffice in every step of ``epochs``."""
+        """Returns the division with the smallest number of micro-batches per rank that suffices for all ``epochs``."""
         steps = (step for epoch in range(epochs) for step in self._split_into_steps(epoch)[: self._full])
         accumulation, short = self.cutting.num_micro_batches(steps, self.size, world_size), 0
         if self._short:

@@ -197,12 +197,12 @@ class RunScorers(WeightReader):
 
     Args:
         source: weight source that defines the scorers.
-        model: the run's model, which serves as a scorer without a path.
+        model: the run's model, used for scorers whose path is not set.
         chat: the run's chat format; all scorers must share the vocabulary of its tokenizer.
         rules: the run's length rules.
 
     Raises:
-        UserError: a scorer's model is missing or has another vocabulary, or both scorers are the same model.
+        UserError: a scorer's model is missing or has a different vocabulary, or both scorers are the same model.
     """
 
     name, done = "scorers", "scored"
@@ -234,7 +234,7 @@ class RunScorers(WeightReader):
             raise UserError(
                 f"weights.{name}.path={scorer.path} has a different vocabulary from {self.model.path} "
                 f"({len(vocabulary)} and {len(own)} tokens; {len(other)} differ, e.g. {other[0]!r}), "
-                "but a scorer reads the training ids: use a scorer trained from a model with this tokenizer"
+                "but scorers read the run's training ids: use a scorer with the run's tokenizer"
             )
 
     def _check_sizes(self, source: ScoredSource) -> None:
@@ -264,7 +264,7 @@ class RunScorers(WeightReader):
         if one.instruction == other.instruction and self._weights_digest(one) == self._weights_digest(other):
             raise UserError(
                 f"weights.{first} and weights.{second} are the same model, so they agree on every token: set "
-                f"weights.{first}.path or weights.{second}.path to another model"
+                f"weights.{first}.path or weights.{second}.path to a different model"
             )
 
     def _weights_digest(self, scorer: ScorerModel) -> dict[str, str]:

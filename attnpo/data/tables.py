@@ -145,7 +145,7 @@ def list_files(path: str, split: str, option: str) -> list[Path] | None:
     """Returns the files that ``read_table`` reads; None for a dataset on the hub.
 
     Raises:
-        UserError: as ``read_table``.
+        UserError: see ``read_table``.
     """
     place = Path(path).expanduser()
     if place.is_file():
@@ -184,8 +184,9 @@ def check_validation_rows(path: str, split: str | None, rows: bool) -> None:
     if is_single_table(path):
         if not rows:
             raise UserError(
-                f"data.path={path} is a single table, so its rows must be divided: set data.val_share (0.1 uses a "
-                'tenth of the prompts for validation), or data.train_rows and data.val_rows ("0:90%" and "90%:")'
+                f"data.path={path} is a single table, so its rows must be split into training and validation sets: set "
+                "data.val_share (0.1 uses a tenth of the prompts for validation), or data.train_rows and data.val_rows "
+                '("0:90%" and "90%:")'
             )
     elif split is None:
         raise UserError("data.val_split=null: name the validation split, or set data.val_share=0.1 to create one")
@@ -196,7 +197,7 @@ def check_validation_rows(path: str, split: str | None, rows: bool) -> None:
             else:
                 _split_files(place, split, "data.val_split")
         except UserError as error:
-            raise UserError(f"{error}, or divide the training split with data.val_share=0.1") from error
+            raise UserError(f"{error}, or split the training data with data.val_share=0.1") from error
 
 
 def is_single_table(path: str) -> bool:
@@ -343,14 +344,14 @@ def _read_saved(folder: Path, path: str) -> RowTable:
         with _silence_datasets():
             table = datasets.load_from_disk(str(folder))
         if not isinstance(table, datasets.Dataset):
-            raise ValueError("it holds several splits")
+            raise ValueError("it contains several splits")
         if not len(table):
             raise ValueError("it has no rows")
         _check_utf8(table)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, LookupError) as error:
         raise UserError(
             f"data.path={path}: {folder} cannot be read as a saved dataset ({error}): expected a complete, "
-            "non-empty dataset written by save_to_disk of the datasets library; save or copy it again"
+            "non-empty dataset written by save_to_disk from the datasets library; save or copy it again"
         ) from error
     saved: RowTable = table
     return saved
@@ -509,8 +510,9 @@ def read_csv(files: Iterable[Path], path: str) -> MemoryTable:
     rows with a cell like "NaN" or "null".
 
     Raises:
-        UserError: a file is not UTF-8; a header is incomplete, repeats a name, uses another delimiter or differs from
-            the first file's; or a row has more or fewer cells than the header. The message names file and line.
+        UserError: a file is not UTF-8; a header is incomplete, repeats a name, uses a different delimiter or differs
+            from the first file's header; or a row has more or fewer cells than the header. The message names file and
+            line.
     """
     rows: list[dict[str, object]] = []
     names: list[str] | None = None
@@ -561,12 +563,12 @@ def _iter_csv_rows(file: Path, path: str, where: str) -> Iterator[tuple[int, lis
 
 
 def _parse_header(header: list[str], mark: str, where: str) -> list[str]:
-    """Returns the column names; only the first may be empty, as some libraries write the row index there."""
+    """Returns the column names; only the first may be empty because some libraries write the row index there."""
     names = [name.strip() for name in header]
     other = next((one for one in _NAMED if one != mark and len(names) == 1 and one in names[0]), None)
     if other is not None:
         raise UserError(
-            f"{where}, line 1 is separated by {_NAMED[other]}, expected {_NAMED[mark]}: save it with {_NAMED[mark]}"
+            f"{where}, line 1 is separated by {_NAMED[other]}, not {_NAMED[mark]}: save it with {_NAMED[mark]}"
             + (", or name it .tsv" if other == "\t" else "")
         )
     unnamed = [place for place, name in enumerate(names[1:], 2) if not name]

@@ -49,12 +49,12 @@ Captured = Mapping[str, PairWeights]
 class WeightingResult:
     """Resolved weight source with the rows captured for a set of pairs (empty if the source captures nothing).
 
-    ``layers``: layer of each captured row. ``depth``: number of layers of the judge, 0 without a judge. ``key``: store
-    key of the captured rows, or a key for the columns that the source reads. ``verdicts`` and ``answers``: statistics
-    of the judge's verdicts and of the verbalizer's answers, if any. ``label_mass``: probability mass on the judge's
-    labels. ``traces``: lengths of the judge's traces. ``transforms``: the run's transforms, fitted on its training
-    pairs. ``reads``: number of sequences that models read per pair. ``seconds``: time per pair, None if unknown.
-    ``rounds``: number of prompts read. ``cut``: number of truncated prompts among those read.
+    ``layers``: layer of each captured row. ``depth``: number of layers in the judge, 0 if there is no judge. ``key``:
+    store key of the captured rows, or a key for the columns that the source reads. ``verdicts`` and ``answers``:
+    statistics of the judge's verdicts and of the verbalizer's answers, if any. ``label_mass``: probability mass on the
+    judge's labels. ``traces``: lengths of the judge's traces. ``transforms``: the run's transforms, fitted on its
+    training pairs. ``reads``: number of sequences that models read per pair. ``seconds``: time per pair, None if
+    unknown. ``rounds``: number of prompts read. ``cut``: number of those prompts that were truncated.
     """
 
     source: WeightSource
@@ -99,8 +99,8 @@ def load_or_compute_weights(
         encoded: pairs with their training ids, by split.
         device: device for the reader's model, if it must be loaded.
         shard: (rank, ranks) restricts the work to every ranks-th pair, so that several workers can fill one store. If
-            it is None, missing rows in a job of several processes raise an error, as every process would compute the
-            same rows.
+            it is None, missing rows in a job of several processes raise an error because every process would compute
+            the same rows.
         every_row: load all stored rows, not only those that the source reads.
         refill: instruction for filling the store first, included in that error.
 
@@ -140,7 +140,7 @@ def load_or_compute_weights(
         if reader.trace is not None:
             most = reader.trace.max_new_tokens
             log.info(
-                "judge: generates a reasoning trace before each of %d verdicts, at most %d tokens in all "
+                "the judge generates a reasoning trace before each of %d verdicts, at most %d tokens in total "
                 "(judge.trace.max_new_tokens=%d)",
                 reader.rounds * lacking,
                 reader.rounds * lacking * most,

@@ -1,1 +1,1 @@
-"""Converts text to token ids with chat templates and character ranges; moves weights between tokenisations."""
+"""Applies chat templates, tokenises text, tracks character ranges and moves weights between tokenisations."""

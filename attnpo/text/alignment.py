@@ -1,9 +1,9 @@
 """Moves token weights from the source's tokens to the training tokens of the same response.
 
-There are two methods. LEVENSHTEIN is the paper's (appendix on token matching): training tokens get the weight of the
-source token with the same id in an optimal edit alignment; unmatched training tokens get 0. CHARACTERS needs no common
-vocabulary: the weight of a source token without an equal counterpart is moved to the training tokens that cover the
-same characters.
+There are two methods. LEVENSHTEIN is the method from the paper's appendix on token matching: each training token gets
+the weight of the source token that it is matched to in an optimal edit alignment of token ids, or 0 if it has no match.
+CHARACTERS needs no common vocabulary: the weight of a source token without an equal counterpart is moved to the
+training tokens that cover the same characters.
 
 Differs from the official code in that training ids are never changed (the official code prepends an unmatched judge
 token to the completion).
@@ -28,7 +28,7 @@ Ranges = Sequence[Range] | Int[Tensor, "_ 2"] | NDArray[np.int64]
 
 
 class AlignMethod(Enum):
-    """Alignment method: by an edit alignment of token ids (as in the paper), or by shared characters."""
+    """Alignment method: an edit alignment of token ids (as in the paper), or shared characters."""
 
     LEVENSHTEIN = "levenshtein"
     CHARACTERS = "characters"
@@ -61,11 +61,11 @@ def align(
     """Returns the weights of the target tokens, in the dtype and on the device of ``weights``.
 
     ``offsets`` and ``target_offsets`` are half-open character ranges in the same response text; LEVENSHTEIN uses only
-    ``target_offsets`` (for the coverage). Weights are neither renormalised nor rescaled. With LEVENSHTEIN, the weight
-    of unmatched source tokens is lost; with CHARACTERS, the weight of characters before the first or after the last
-    target token. If no target token covers a character in between (e.g. a space dropped by the tokenizer), the
-    character's weight moves to the other characters of the same source token or, if no target token covers these
-    either, to the preceding target tokens. Identical inputs return bit-identical weights.
+    ``target_offsets`` (for the coverage). Weights are neither renormalised nor rescaled. LEVENSHTEIN drops the weight
+    of unmatched source tokens. CHARACTERS drops the weight of characters before the first or after the last target
+    token. If no target token covers a character in between (e.g. a space dropped by the tokenizer), the character's
+    weight moves to the other characters of the same source token or, if no target token covers these either, to the
+    preceding target tokens. Identical inputs yield bit-identical weights.
 
     Raises:
         ValueError: lengths do not match.
@@ -167,8 +167,8 @@ def match_equal_ids(source: list[int], target: list[int]) -> tuple[int, list[tup
     Returns the length of the common prefix, which is matched directly, and the matched index pairs after that prefix.
 
     If several alignments are optimal, the official code (package edit_distance, completion first) and this library may
-    choose different ones. With the completion first and both sequences reversed, they agree most often: in 418 of 600
-    edited token sequences with word-like frequencies, compared with 360 if the judge comes first and 333 without
+    choose different ones. They agree most often with the completion first and both sequences reversed: on 418 of 600
+    edited token sequences with word-like frequencies. They agree on 360 with the judge first and on 333 without
     reversing.
     """
     prefix = _count_prefix(np.array(source, dtype=np.int64), np.array(target, dtype=np.int64))
@@ -190,7 +190,7 @@ def _move_by_characters(
     target_places: NDArray[np.int64],
     holding: NDArray[np.bool_],
 ) -> _MovedWeights:
-    """Moves weights to tokens with equal id and range, and all others evenly via characters to unmatched tokens."""
+    """Moves weights to tokens with equal id and range; spreads the rest over the unmatched tokens' characters."""
     direct = _move_matched(weights, *_match_equal_tokens(source, source_places, target, target_places), holding)
     reached = direct.reached
     rest = np.flatnonzero(~direct.carried & (source_places[:, 1] > source_places[:, 0]))
@@ -223,7 +223,7 @@ def _move_by_characters(
 def _match_equal_tokens(
     source: list[int], source_places: NDArray[np.int64], target: list[int], target_places: NDArray[np.int64]
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Matches tokens with equal id and range; returns the length of the common prefix and the later index pairs."""
+    """Matches tokens with equal id and range; returns the length of the common prefix and the index pairs after it."""
     ours, theirs = np.column_stack([source, source_places]), np.column_stack([target, target_places])
     prefix = _count_prefix(ours, theirs)
     if prefix == len(source) or prefix == len(target):

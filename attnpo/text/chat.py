@@ -50,15 +50,15 @@ if TYPE_CHECKING:
 
 
 class DeadlineExceeded(Exception):
-    """Error for code that exceeds the time limit of ``deadline``."""
+    """Raised when code exceeds the time limit of ``deadline``."""
 
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
     """Raises ``DeadlineExceeded`` inside the context once this thread has used ``seconds`` of CPU time.
 
-    Time in which the process is stopped or waiting does not count. There is no limit in threads other than the main
-    thread, which alone receives signals, on systems without interval timers, or within a single call into C code that
+    Time in which the process is stopped or waiting does not count. The limit is not enforced outside the main thread
+    (other threads receive no signals), on systems without interval timers, or during a single call into C code that
     does not check for signals.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
@@ -112,7 +112,7 @@ log = logging.getLogger(__name__)
 RENDERING = 10.0
 """CPU seconds allowed for rendering one prompt with all responses; real templates take milliseconds."""
 ROOM, LONGEST = 2**30, 10**7
-"""Bytes of memory that rendering a conversation may use, and characters that a template may add to the turns."""
+"""Maximum memory in bytes for rendering a conversation, and maximum number of characters that a template may add."""
 
 AT_ONCE, CHARACTERS = 256, 2**22
 """Maximum number of prompts, and of characters, that are tokenised together."""
@@ -153,7 +153,7 @@ class EmbeddedIds:
 
     @property
     def pad_id(self) -> int:
-        """Returns the padding id: the padding token's if that has an embedding, otherwise the id of EOS, or 0."""
+        """Returns the id used for padding: the first of padding token, EOS token and 0 that has an embedding."""
         known = (self._tokenizer.pad_token_id or 0, self._tokenizer.eos_token_id, 0)
         return next(index for index in known if index is not None and not self.is_out_of_range(index))
 
@@ -227,13 +227,13 @@ class _Rendered(NamedTuple):
 class ChatFormat:
     """Converts messages to token ids with a tokenizer and a chat template.
 
-    ``chat_template`` replaces the tokenizer's template; ``fallback`` is used if neither exists; ``chosen`` is the one
-    in use. ``kwargs`` sets variables of the template (e.g. ``enable_thinking``); ``fold_system`` prepends a system
-    turn's text to the first user turn, separated by an empty line. Both options are prepended to ``chat_template`` as
-    code, and so apply to every rendering, the fingerprint and exports. ``part``: config node of the options. ``rows``:
-    number of token embeddings of the model, None if unknown; all ids are below it. ``counts["prompt is not a token
-    prefix"]`` counts responses that were tokenised separately because their first characters merge with the prompt's
-    last token.
+    ``chat_template`` replaces the tokenizer's template; ``fallback`` is used if neither exists; ``chosen`` is the
+    template in use. ``kwargs`` sets variables of the template (e.g. ``enable_thinking``); ``fold_system`` prepends a
+    system turn's text to the first user turn, separated by an empty line. Both options are prepended to
+    ``chat_template`` as code, and so apply to every rendering, the fingerprint and exports. ``part``: config node of
+    the options. ``rows``: number of token embeddings of the model, None if unknown; all ids are below it.
+    ``counts["prompt is not a token prefix"]`` counts responses that were tokenised separately because their first
+    characters merge with the prompt's last token.
 
     Raises:
         UserError: the tokenizer has no template or no character ranges (is not "fast"), ``kwargs`` has variables
@@ -296,7 +296,7 @@ class ChatFormat:
 
     @property
     def _backend(self) -> "Tokenizer":
-        """Returns the tokenizer's backend, or a copy with padding, truncation and splitting of special tokens off."""
+        """Returns the tokenizer's backend, or a copy without padding, truncation or splitting of special tokens."""
         own: Tokenizer = self.tokenizer.backend_tokenizer
         split = self.tokenizer.split_special_tokens
         if own.padding is None and own.truncation is None and own.encode_special_tokens == split:
@@ -314,7 +314,7 @@ class ChatFormat:
     # ------------------------------------------------------------------------------------------ text and ids
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool, template: str | None = None) -> str:
-        """Renders a conversation as text, with ``template`` instead of the format's own if given.
+        """Renders a conversation as text, using ``template`` instead of the format's own template if given.
 
         Raises:
             UserError: the template rejects the messages (its own error message is included) or does not terminate
@@ -338,7 +338,7 @@ class ChatFormat:
             self._runaway = RunawayTemplate(
                 "the chat template (model.chat_template if set, else that of "
                 f"{self.tokenizer.name_or_path!r}) {spent} on one conversation and was stopped; set "
-                "model.chat_template to another template"
+                "model.chat_template to a different template"
             )
             raise self._runaway from problem
 
@@ -376,7 +376,7 @@ class ChatFormat:
             raise RefusedText(
                 "the chat template computes a number that is too large",
                 f"the chat template computes a number that is too large ({problem}); set model.chat_template to "
-                "another template",
+                "a different template",
             ) from problem
         except _FAULTS as problem:
             roles = ", ".join(turn["role"] for turn in turns)
@@ -385,15 +385,15 @@ class ChatFormat:
             raise RefusedText(
                 "the chat template rejects its turns",
                 f"the chat template rejects a conversation with the roles [{roles}]: {problem}; change the data's "
-                f"roles{fold * system} or set model.chat_template to another template",
+                f"roles{fold * system} or set model.chat_template to a different template",
             ) from problem
         return str(text)
 
     def tokenize(self, text: str, start: bool = True) -> tuple[list[int], list[Range]]:
-        """Tokenises rendered text; returns ids and their half-open character ranges, without added special tokens.
+        """Tokenises rendered text; returns the token ids and their half-open character ranges.
 
-        The exception is a BOS with the range (0, 0). It is added if ``start`` is set (the text begins a sequence), the
-        tokenizer would add a BOS and the text has none.
+        No special tokens are added, except for a BOS with the range (0, 0). It is added if ``start`` is set (the text
+        begins a sequence), the tokenizer would add a BOS and the text has none.
 
         Raises:
             UserError: the text has lone surrogates, or the model has no embedding for a token.
@@ -420,8 +420,9 @@ class ChatFormat:
     def inference_template(self) -> str:
         """Returns a chat template whose rendered text yields ``prompt_ids``, including a BOS if training prepends one.
 
-        Generation libraries tokenise the rendered text without adding special tokens. If the training ids result from
-        the template neither with nor without a BOS, a warning is logged and the format's own template is returned.
+        Generation libraries tokenise the rendered text without adding special tokens. If the template does not
+        reproduce the training ids, either with or without a BOS, a warning is logged and the format's own template is
+        returned.
         """
         probes = []
         for roles in (["user"], ["system", "user"]):
@@ -456,9 +457,9 @@ class ChatFormat:
 
         Visible text that the template writes between generation prompt and response (e.g. an empty thought) belongs to
         the prompt. Whitespace there belongs to the response, as it is usually part of the response's first token.
-        Ranges are half open and refer to ``response`` as given, even if the template trims it; tokens without any
-        characters of the response (template text, end of turn) have (len, len). If the template does not end the turn
-        with a special token, the tokenizer's EOS is added. An empty response consists of the end token alone.
+        Ranges are half open and refer to ``response`` as given, even if the template trims it; tokens that contain no
+        response text (template text, end of turn) have the range (len, len). If the template does not end the turn with
+        a special token, the tokenizer's EOS is added. An empty response consists of just the end-of-turn token.
 
         Raises:
             UserError: the template rewrites the prompt or the response, no token can end the turn, or the text has lone
@@ -609,7 +610,7 @@ class ChatFormat:
             "the chat template rewrites the response",
             "the chat template changes the text of an assistant turn beyond trimming surrounding whitespace: the "
             f"response {response[:60]!r} became {full[len(before) :][:80]!r}; "
-            f"{_LEAVE_OUT * has_trace(response)}set model.chat_template to another template",
+            f"{_LEAVE_OUT * has_trace(response)}set model.chat_template to a different template",
         )
 
     def _find_answer_frame(self, prompt: Sequence[Message], before: str, traced: bool) -> tuple[str, str]:

@@ -56,11 +56,11 @@ def as_ranges(places: Places) -> list[Range]:
 def extend_over_gaps(places: Places, text: str, begin: int, end: int) -> Places:
     """Extends token ranges so that together they cover every visible character of ``text[begin:end]``.
 
-    If a tokenizer composes, strips or removes characters (e.g. composes e and an accent to é), the token's range covers
-    only the first of these. An uncovered character is added to the closest tokens that end before it or, if there are
-    none in ``text[begin:end]``, to the closest tokens that start after it. Whitespace is not added: some tokenizers
-    drop it and others exclude the space before a word from the word's range, so it does not clearly belong to any
-    token. Ranges must be in order.
+    If a tokenizer composes, strips or removes characters (e.g. combines e and an accent into é), the token's range
+    covers only the first of them. An uncovered character is added to the closest tokens that end before it or, if
+    ``text[begin:end]`` has no such token, to the closest tokens that start after it. Whitespace is not added: some
+    tokenizers drop it and others exclude the space before a word from the word's range, so it does not clearly belong
+    to any token. Ranges must be in order.
     """
     gaps = {} if _covers_all(places, begin, end) else _find_gaps(as_ranges(places), text, begin, end)
     if not gaps:

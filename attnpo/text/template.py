@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RefusedText(UserError):
-    """Error for text that cannot be encoded as training ids; ``reason`` is the kind of problem, used for counting."""
+    """Raised when text cannot be encoded as training ids; ``reason`` is the kind of problem, for counting."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -32,11 +32,11 @@ class RefusedText(UserError):
 
 
 class TokenWithoutEmbedding(RefusedText):
-    """Error for text with a token that the model has no embedding for."""
+    """Raised when text contains a token that the model has no embedding for."""
 
 
 class RunawayTemplate(UserError):
-    """Error for a chat template that exceeds the time or memory limit for rendering."""
+    """Raised when a chat template exceeds the time or memory limit for rendering."""
 
 
 def check_surrogates(text: str, what: str) -> None:
@@ -65,7 +65,7 @@ def split_frame(rendered: str) -> tuple[str, str]:
     if not sentinel or SENTINEL in after:
         raise UserError(
             f"the chat template inserts a message's content {rendered.count(SENTINEL)} times instead of exactly once: "
-            "set model.chat_template to another template"
+            "set model.chat_template to a different template"
         )
     return before, after
 
@@ -210,7 +210,7 @@ def prepend_options(
 ) -> str:
     """Prepends code to ``template``: the values in ``kwargs`` and, if ``fold_system``, folding of the system turn.
 
-    A value applies unless the caller of the template passes another value. Without options, returns the template
+    A value applies unless the caller of the template passes a different one. Without options, returns the template
     unchanged. ``part``: config node of the options, for error messages.
 
     Raises:
@@ -267,7 +267,7 @@ def functions_to_json(functions: object) -> str | None:
     tables add each key to all rows if any row has it.
 
     Raises:
-        ValueError: the value is anything else.
+        ValueError: the value is neither of these.
     """
     if functions is None or (isinstance(functions, str) and not functions.strip()):
         return None

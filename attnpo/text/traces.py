@@ -17,8 +17,8 @@ _TRACED = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 class TraceHandling(Enum):
     """Handling of reasoning traces in responses: keep them, or remove them from the data.
 
-    WEIGH_APART: a trace is trained on, with a share of the weight equal to the trace's share of the tokens. Judges read
-    only the answer, and the rest of the weight is spread over the answer.
+    WEIGH_APART: traces are trained on. A trace's share of the weight equals its share of the tokens, and the rest of
+    the weight goes to the answer. Judges read only the answer.
     """
 
     KEEP = "keep"
@@ -120,7 +120,7 @@ def to_response_ranges(places: Places, pieces: list[TextSpan], last: int) -> Pla
 
 
 def to_response_range(start: int, end: int, pieces: list[TextSpan], last: int) -> Range:
-    """Returns the response's character range for the rendered range [start, end); (last, last) if there is none."""
+    """Maps the rendered range [start, end) to a range in the response; (last, last) if it covers no response text."""
     held = [piece for piece in pieces if start < piece.end and end > piece.start]
     if not held:
         return last, last

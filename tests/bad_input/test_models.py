@@ -163,7 +163,7 @@ def test_a_chat_template_that_runs_away_is_stopped(
     began = time.thread_time()
     message = attempts.fit("weights=uniform", *given, world=world).refused()
     assert (
-        "computed for 0.3 seconds on one conversation and was stopped; set model.chat_template to another template"
+        "computed for 0.3 seconds on one conversation and was stopped; set model.chat_template to a different template"
         in message
     )
     assert "model.chat_template" in message and str(world.model) in message

@@ -218,8 +218,8 @@ def test_how_full_the_micro_batches_are_is_logged_once(caplog: pytest.LogCapture
     tokens = [laid(batch) for batch in batches]
     assert line == (
         f"micro-batches: {data.accumulation_steps(1)} per step of 8 pairs, "
-        f"{data.accumulation_steps(1)} on each process; batch.tokens=64; packed rows with at most "
-        f"{max(tokens)} tokens, {round(sum(tokens) / len(tokens))} on average"
+        f"{data.accumulation_steps(1)} on each process; batch.tokens=64; each has packed rows with at "
+        f"most {max(tokens)} tokens ({round(sum(tokens) / len(tokens))} on average)"
     )
 
 

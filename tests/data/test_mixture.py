@@ -102,7 +102,7 @@ def test_an_empty_set_is_refused_with_its_name(tmp_path: Path, record_property: 
         ({"a b": MixtureSet("x")}, r"'a b' is not a valid set name"),
         (
             {"a": MixtureSet("x", weight=1.0), "b": MixtureSet("y")},
-            r"data\.mix\.b has no weight, but other sets do",
+            r"data\.mix\.b has no weight, but other sets have one",
         ),
         ({"a": MixtureSet("x", count=1), "b": MixtureSet("y", weight=1.0)}, r"data\.mix\.a has no weight"),
     ],

@@ -73,7 +73,7 @@ def test_ids_come_from_a_column_and_are_unique() -> None:
     assert found.prompts[0].id == "7" and found.prompts[0].messages[0]["content"] == "Be short."
     rows = [{"uid": 7, "text": "a", "sys": None}, {"uid": 7, "text": "a", "sys": None}]
     assert prompts_from_rows(rows, columns).repeated == [1]
-    with pytest.raises(UserError, match="row 1 has the uid '7' of an earlier row but a different prompt"):
+    with pytest.raises(UserError, match="row 1 has the same uid '7' as an earlier row but a different prompt"):
         prompts_from_rows([rows[0], {"uid": 7, "text": "b", "sys": None}], columns)
 
 

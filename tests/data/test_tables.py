@@ -59,7 +59,7 @@ def test_a_wrong_split_gives_near_names(saved: Path) -> None:
         PairSource(str(saved)).load("val")
     assert str(refused.value) == (
         f"data.val_split=test: the dataset saved in {saved} has the splits train_prefs, test_prefs; did you mean "
-        "data.val_split=test_prefs?. Choose one with data.val_split=NAME, or divide the training split with "
+        "data.val_split=test_prefs?. Choose one with data.val_split=NAME, or split the training data with "
         "data.val_share=0.1"
     )
     with pytest.raises(UserError, match=r"did you mean data\.train_split=train_prefs\?"):
@@ -69,7 +69,10 @@ def test_a_wrong_split_gives_near_names(saved: Path) -> None:
 def test_a_saved_table_without_splits_is_like_one_file(saved: Path) -> None:
     path = str(saved / "train_prefs")
     assert len(PairSource(path).load("train")) == 16
-    with pytest.raises(UserError, match=r"is a single table, so its rows must be divided: set data\.val_share"):
+    with pytest.raises(
+        UserError,
+        match=r"is a single table, so its rows must be split into training and validation sets: set data\.val_share",
+    ):
         PairSource(path).load("val")
     source = PairSource(path, val_share=0.25)
     assert (len(source.load("train")), len(source.load("val"))) == (12, 4)
@@ -246,8 +249,8 @@ def test_further_columns_go_with_the_pair(tmp_path: Path) -> None:
         (b"p,a,b\nq,c,d\n", r'the first line of data.path=.*has no column "chosen", "rejected"; .* found: a, b, p;'),
         (b"prompt,chosen,chosen\np,a,b\n", "line 1 repeats chosen: give every column a unique name"),
         (b"prompt,,rejected\np,a,b\n", "line 1 has no name for column 2: the first line must name every column"),
-        (b"prompt;chosen;rejected\np;a;b\n", "line 1 is separated by semicolons, expected commas: save it with commas"),
-        (b"prompt\tchosen\trejected\np\ta\tb\n", r"separated by tabs, expected commas: .*, or name it \.tsv"),
+        (b"prompt;chosen;rejected\np;a;b\n", "line 1 is separated by semicolons, not commas: save it with commas"),
+        (b"prompt\tchosen\trejected\np\ta\tb\n", r"separated by tabs, not commas: .*, or name it \.tsv"),
         (HEADER + "p,caf\xe9,b\n".encode("latin-1"), r'line 2 is not UTF-8 \(byte 0xe9\): .* "CSV UTF-8"'),
         ((HEADER + b"p,a,b\n").decode().encode("utf-16"), r"line 1 is not UTF-8 \(byte 0xff\)"),
         (HEADER + b"p,a,b\n\0\0\0\0", "the row ending on line 3 has 1 cells"),
