@@ -129,7 +129,7 @@ def _execute(cfg: "FitConfig", folder: "Path", plan: "StudyPlan | None") -> int:
                 log.info("%s", line)
         return 0
     from attnpo.config.compose import to_yaml
-    from attnpo.lab.studies.notes import conclusion_lines as study_ending
+    from attnpo.lab.studies.notes import next_commands as next_studies
     from attnpo.lab.studies.page import finish_study, print_interim_table, publish_study
     from attnpo.lab.studies.runner import run_study
     from attnpo.run.folders import CONFIG
@@ -147,7 +147,7 @@ def _execute(cfg: "FitConfig", folder: "Path", plan: "StudyPlan | None") -> int:
         raise
     finish_study(outcome)
     publish_study(cfg.logger.wandb, cfg.values, outcome)
-    for line in study_ending(cfg.composed, outcome):
+    for line in ("next steps:", *(f"  {text}" for text in next_studies(cfg.composed, outcome))):
         sys.stdout.write(f"{make_printable(line)}\n")
     return 1 if outcome.failed or outcome.unmeasured else 0
 

@@ -13,7 +13,7 @@ from attnpo.lab.studies.outcome import Outcome, PointResults, difference_text, r
 from attnpo.lab.studies.plan import plan_study
 from attnpo.lab.studies.predictions import registration_warnings
 from attnpo.lab.studies.study import Arm, Grid, Point, last_line, name_in_world, short_key
-from attnpo.lab.studies.tables import benchmark_notes
+from attnpo.lab.studies.tables import arms_at_levels, benchmark_notes
 from attnpo.run.result import RunResult
 from attnpo.schema import UserError
 from attnpo.weights.arrival import KEPT_MASS
@@ -235,15 +235,10 @@ def _failure_notes(outcome: Outcome) -> Iterator[str]:
 GROUPS = {"helps": "better than", "harms": "worse than", "no clear difference": "a tie with"}
 
 
-def conclusion_lines(composed: Composition, outcome: Outcome) -> Iterator[str]:
-    """Yields a study's concluding lines: its result, then up to three commands to run next."""
-    yield "result:"
-    for world in outcome.worlds:
-        for text in describe_result(outcome, world):
-            yield f"  {name_in_world(world, text)}"
-    yield "next steps:"
-    for text in next_commands(composed, outcome):
-        yield f"  {text}"
+def result_lines(outcome: Outcome) -> list[str]:
+    """Returns the study's result in sentences, world by world; the first one begins with "Result:"."""
+    lines = [name_in_world(world, text) for world in outcome.worlds for text in describe_result(outcome, world)]
+    return [f"Result: {lines[0]}", *lines[1:]]
 
 
 def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
@@ -260,24 +255,32 @@ def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
         results = (result for point in best.values() for result in point.results)
         yield from dict.fromkeys(result.overlap_warning for result in results if result.overlap_warning)
         return
-    other = best.get(control or "")
-    if control is None or other is None:
+    if control not in best:
         top = max(best.values(), key=lambda point: point.reward_interval.mean)
         yield f"highest reward {top.reward_interval.mean:.3f}: {top.arm.name}; there is no control, so no claim"
         return
+    tuned = any(len(points) > 1 for points in outcome.points_by_arm(world).values())
+    level = outcome.study.kl_levels[0] if tuned and outcome.study.kl_levels else None
+    equal = {name: at for (name, of), at in arms_at_levels(outcome, world).items() if of == level}
+    compared = {name: at.versus for name, at in equal.items() if at.is_at_equal_kl}
+    if not compared:
+        compared = {name: reward_difference(point, best[control]) for name, point in best.items() if name != control}
     found: dict[str, list[str]] = {name: [] for name in GROUPS}
-    for name, point in best.items():
-        versus = None if point is other else reward_difference(point, other)
+    for name, versus in compared.items():
         if versus is not None:
             found[verdict(versus)].append(f"{name} {difference_text(versus)}")
+    where = f" at KL {level:g}" if any(at.is_at_equal_kl for at in equal.values()) else ""
     for name, words in GROUPS.items():
         if found[name]:
-            yield f"{words} {control} (reward difference, 95 % interval): {'; '.join(found[name])}"
+            yield f"{words} {control}{where} (reward difference, 95 % interval): {'; '.join(found[name])}"
     if not any(found.values()):
         yield f"no arm can be compared with {control}"
-    elif all(len(points) == 1 for points in outcome.points_by_arm(world).values()):
+    elif not tuned:
         apart = ", ".join(f"{name} {point.mean_truth_score('test', 'kl'):.2f}" for name, point in best.items())
         yield f"each arm has one point and nothing is tuned; KL to the base differs ({apart}), so KL is not equal"
+    elif where:
+        away = ", ".join(name for name in best if name not in (*compared, control))
+        yield f"not corrected for the number of arms{f'; not at this KL: {away}' if away else ''}"
     elif sum(map(len, found.values())) > 1:
         moved = [point.mean_truth_score("test", "kl") for point in best.values()]
         yield (

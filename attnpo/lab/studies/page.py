@@ -25,12 +25,12 @@ from attnpo.display.page import (
 from attnpo.display.tables import Cell, table_csv
 from attnpo.lab.studies.benchmarks import EXPORTS
 from attnpo.lab.studies.figures import assign_arm_styles, study_figures, unweighted_section
-from attnpo.lab.studies.notes import footnotes, study_warnings
+from attnpo.lab.studies.notes import footnotes, result_lines, selection_note, study_warnings
 from attnpo.lab.studies.outcome import Outcome, PointResults
 from attnpo.lab.studies.predictions import predictions_section
 from attnpo.lab.studies.records import RECORDS, study_record
 from attnpo.lab.studies.scorers import MODEL
-from attnpo.lab.studies.study import Point
+from attnpo.lab.studies.study import Point, make_points
 from attnpo.lab.studies.tables import (
     DIGITS,
     Row,
@@ -119,9 +119,14 @@ def analysis_sections(outcome: Outcome) -> list[Section]:
 
 def print_interim_table(outcome: Outcome) -> None:
     """Prints the main table for the points finished so far."""
-    seeds = ", ".join(str(seed) for seed in sorted({point.seed for point, _ in outcome.points}))
-    title = f"{outcome.study.name} so far: {len(outcome.points)} points, seeds {seeds}"
-    print_sections(make_console(), [Section(title, [short_table(outcome)])])
+    seeds = sorted({point.seed for point, _ in outcome.points})
+    ran, planned = len(outcome.points) + len(outcome.failed), len(make_points(outcome.study, outcome.arms, seeds))
+    title = f"{outcome.study.name} so far: {len(outcome.points)} points, seeds {', '.join(map(str, seeds))}"
+    if ran < planned:
+        early = f"{ran} of {planned} points: the arms cannot be compared yet"
+        print_sections(make_console(), [Section(title, [Paragraph(early)])])
+    else:
+        print_sections(make_console(), [Section(title, [short_table(outcome)])])
     sys.stdout.flush()
 
 
@@ -139,8 +144,11 @@ def finish_study(outcome: Outcome) -> None:
     sections = [arms, *tables, *analysis_sections(outcome)]
     console = make_console()
     title = outcome.study.title or outcome.study.name
-    shown = [short_table(outcome) if isinstance(block, TableBlock) else block for block in arms.blocks]
-    print_sections(console, [Section(title, shown), *sections[1:]])
+    result = [Paragraph(line) for line in result_lines(outcome)]
+    blocks = [block for section in sections for block in section.blocks]
+    warned = [block for block in blocks if isinstance(block, Paragraph) and block.warning]
+    aid = Paragraph(selection_note(outcome))
+    print_sections(console, [Section(title, [*result, *warned, short_table(outcome), aid])])
     write_atomically(folder / "table.md", to_markdown(sections))
     write_atomically(folder / TABLES, tables_to_json(sections))
     write_atomically(folder / "results.csv", points_csv(outcome.results))
@@ -150,9 +158,11 @@ def finish_study(outcome: Outcome) -> None:
         write_atomically(folder / SCORES, table_csv(*scores_table(outcome)))
     else:
         (folder / SCORES).unlink(missing_ok=True)
-    write_study_record(outcome, write_study_report(outcome, sections))
+    write_study_record(outcome, write_study_report(outcome, [Section("Result", result), *sections]))
     write_checksums(folder, only=STUDY_FILES)
-    console.print(f"  {folder}/report.html, table.md, {TABLES}, results.csv; {outcome.seconds:.0f} s", highlight=False)
+    console.print(
+        f"  all tables: {folder}/report.html, table.md, {TABLES}, results.csv; {outcome.seconds:.0f} s", highlight=False
+    )
     for place in sorted([*folder.glob("points/*/best"), *folder.glob(f"{EXPORTS}/*/{MODEL}")]):
         console.print(f"  Hugging Face folder: {place}", highlight=False, markup=False)
 
@@ -222,15 +232,15 @@ SHOWN = 6  # maximum number of arms whose weights and answers are on the page, t
 def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]:
     """Draws the study's figures and writes ``report.html``; returns the file names of all figures.
 
-    The page shows the first of ``tables``, then the figures, then the other tables. The returned file names include
-    figures within ``tables``.
+    The page shows the result and the main table (the first two of ``tables``), then the figures, then the other tables.
+    The returned file names include figures within ``tables``.
     """
     images = study_figures(outcome)
     known = outcome.has_truth
     compared = [] if known else unweighted_section(outcome, assign_arm_styles(outcome))
     figures = [Section("Figures", images)] if images else []
-    below = [*tables[1:], *answers_sections(outcome), runs_section(outcome)]
-    sections = add_column_notes(outcome, [*tables[:1], *compared, *figures, *below])
+    below = [*tables[2:], *answers_sections(outcome), runs_section(outcome)]
+    sections = add_column_notes(outcome, [*tables[:2], *compared, *figures, *below])
     title = outcome.study.title or outcome.study.name
     write_atomically(outcome.folder / REPORT, report_page(title, sections))
     drawn = [block.source for section in sections for block in section.blocks if isinstance(block, Image)]

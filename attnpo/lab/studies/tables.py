@@ -59,7 +59,7 @@ SHORT = ("world", "arm", "reward", "win rate", "KL", "val loss", "val accuracy",
 def short_table(outcome: Outcome) -> TableBlock:
     """Returns the main table, reduced to fit an 80-column terminal; the page and the CSV have all columns.
 
-    Marks on points (above the KL limit, missing seeds, failed), if any, are shown in a separate column.
+    Marks on points (above the KL limit, missing seeds) follow the arm; "FAILED" replaces a missing reward.
     """
     columns, rows = main_table(outcome)
     control = f"minus {outcome.study.control}"
@@ -73,7 +73,8 @@ def short_table(outcome: Outcome) -> TableBlock:
             short["reward"] = f"{reward:.3f} {interval}"
         point = str(row.get("point") or "")
         mark = point[point.index("(") :] if "(" in point else point if point.isupper() or point[:6] == "FAILED" else ""
-        made.append({**short, **({"note": mark} if mark else {})})
+        place = "arm" if reward is not None else "reward"
+        made.append({**short, place: f"{short.get(place) or ''} {mark}".strip()} if mark else short)
     return TableBlock(column_names(made), made, digits={**DIGITS, **benchmarks})
 
 

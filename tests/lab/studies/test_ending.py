@@ -120,7 +120,7 @@ def test_one_seed_is_said_to_be_one() -> None:
 def test_the_commands_of_a_study_compose() -> None:
     """Read out of the printed lines, as a shell would take them."""
     cfg = load("fit", ["experiment=layer_sweep", "seeds=1", "study.workers=1", "trainer.max_steps=6"])
-    lines = [line.strip() for line in notes.conclusion_lines(cfg.composed, compared(0.25)) if "-m attnpo." in line]
+    lines = notes.next_commands(cfg.composed, compared(0.25))
     assert [shlex.split(line)[2] for line in lines] == ["attnpo.report", "attnpo.fit", "attnpo.fit"]
     assert shlex.split(lines[0])[3:] == ["out put"]
     more, other = (load("fit", shlex.split(line)[3:]) for line in lines[1:])

@@ -146,8 +146,9 @@ def test_the_tables_count_reads_and_judge_the_scorers(outcome: Outcome, capsys: 
     assert told["oracle"]["of arms"] == "SePO" and told["reward"]["pairs"] == TRAIN
     assert 0 <= told["reward"]["val accuracy"] <= 1
     finish_study(outcome)
-    shown = capsys.readouterr().out
-    assert "What the weights cost" in shown and "FAILED scorer lost" in shown and "training of scorers" in shown
+    table = (outcome.folder / "table.md").read_text()
+    assert "What the weights cost" in table and "training of scorers" in table
+    assert "FAILED scorer lost" in table and "FAILED scorer lost" in capsys.readouterr().out
     record = json.loads((outcome.folder / "study.json").read_text())
     assert record["scored"]["SePO"] == {"weights.oracle.path": "oracle"}
     assert record["scorers"].keys() == {"oracle", "reward", "stranger", "lost"}

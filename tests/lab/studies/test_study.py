@@ -408,13 +408,17 @@ def test_what_is_lost_and_what_is_measured_stand_in_every_table(
     outcome = wide[2]
     finish_study(outcome)
     page = (outcome.folder / "report.html").read_text()
-    for text in (capsys.readouterr().out, (outcome.folder / "table.md").read_text(), page):
+    printed, table = capsys.readouterr().out, (outcome.folder / "table.md").read_text()
+    assert printed.splitlines()[0].startswith("  Result: ") and "Result: " in page
+    for text in (printed, table, page):
         assert text.count("NOT RUN") == 4
         assert "WARNING: the control uniform has no results in world lost" in text
         assert "FAILED world lost, seed 0, 4 points of uniform, elsewhere, attention: not run" in text
         assert "FAILED short: elsewhere objective.beta=0.2 seed=0: not run" in text
+        assert "FAILED analysis broken" in text
+    for text in (table, page):
         assert "grid of attention, whose beta has a different unit: lr as set, beta [0.1, 0.4]" in text
-        assert "pairs that were counted" in text and "FAILED analysis broken" in text
+        assert "pairs that were counted" in text
 
 
 def test_a_study_whose_every_base_is_lost_says_why(wide: tuple[World, Path, Outcome]) -> None:
