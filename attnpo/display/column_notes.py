@@ -30,6 +30,7 @@ NOTES = {
     "s/run": "seconds per run, without work shared by all arms",
     "decisive": "on tokens that determine the true reward, according to the grammar",
     "of tokens": "share of tokens that are decisive",
+    "drift KL": "KL divergence from the base on the responses of this table, in nats per response",
     "end": "on the end-of-turn token",
     "below 1": "on tokens with less than uniform weight",
     "other": "KL per token on tokens that are not decisive",

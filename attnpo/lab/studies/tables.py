@@ -597,7 +597,7 @@ PER_TOKEN = "KL per token; answers"
 # By caption and column: paths of the ``RunResult.drift`` values to sum; {} is "answers" or "pairs".
 DRIFT_TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     "KL, and shares of it": {
-        "KL": ("{}/kl",),
+        "drift KL": ("{}/kl",),
         "decisive": (f"{{}}/truth/{DECISIVE}/kl",),
         "of tokens": (f"{{}}/truth/{DECISIVE}/tokens",),
         "end": (f"{{}}/classes/{END}/kl",),
@@ -620,9 +620,9 @@ DRIFT_TABLES: dict[str, dict[str, tuple[str, ...]]] = {
         "max": ("effective_beta/max",),
     },
 }
-DRIFT_DIGITS = {"KL": 2, "chosen": 2, "rejected": 2, "base's": 2}
+DRIFT_DIGITS = {"drift KL": 2, "chosen": 2, "rejected": 2, "base's": 2}
 DRIFT_NOTES = (
-    "KL: nats per response from policy to base over the whole vocabulary. The next columns are shares of it: on "
+    "drift KL: nats per response from policy to base over the whole vocabulary. The next columns are shares of it: on "
     "decisive tokens (given by the grammar, the same for every arm; of tokens: their share of all tokens), on the end "
     "of the turn, and on tokens with less than uniform weight (|y| w below 1)",
     "ranked as labelled: share of pairs whose chosen response gained more log-probability than the rejected one, "
