@@ -22,7 +22,7 @@ NOTES = {
     "pairs": "number of training pairs kept",
     "steps": "optimiser steps",
     "sum": "mean sum of a response's weights after alignment; 1 if nothing is lost",
-    "eff. weights/n": "effective number of weighted tokens per response token: 1 is uniform, near 0 means a few tokens",
+    "eff. weights/n": "effective number of weighted tokens per response token: 1 if uniform, near 0 if few have weight",
     "coverage": "share of training tokens that match a token of the weight source",
     "source coverage": "share of the weight source's tokens that match a training token",
     "kept chosen": "share of a chosen response's weights that reached training tokens; the rest is lost",
@@ -45,7 +45,7 @@ NOTES = {
     "max": "largest beta of a training token, including its weight",
     "claim": "prediction made before the runs",
     "seeds": "seeds of the runs",
-    "prompts": "prompts that were answered: validation prompts to choose points, test prompts for the results",
+    "prompts": "prompts that were answered: validation prompts to select grid points, test prompts for results",
     "ended": "share of answers that ended within the token limit",
     "base reward": "true reward of the base's answers to the same prompts",
     "base length": "mean number of tokens in the base's answers",
@@ -67,7 +67,7 @@ def _describe_column(name: str) -> str:
     if (minus := MINUS.fullmatch(name)) is not None:
         where = f" at KL {minus[2]}" if minus[2] else ""
         return (
-            f"true reward minus that of {minus[1]}{where}, paired by seed and prompt, with 95 % interval; if "
+            f"true reward minus that of {minus[1]}{where}, paired by seed and prompt, with a 95 % interval; if "
             "the interval contains 0, there is no significant difference"
         )
     return NOTES.get(name, "")

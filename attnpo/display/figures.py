@@ -79,7 +79,7 @@ def training_curves(csv_rows: Sequence[Mapping[str, Number]], path: Path | str, 
 
     ``csv_rows``: one mapping per step with the values logged at that step ("step", "train/loss", "val/loss", ...);
     columns may be missing in some or all rows. Non-finite values are skipped and counted in the panel's title. Dotted
-    lines show ln 2 for the loss (DPO before the first step), 0 for rewards and 0.5 for chance-level accuracy.
+    lines mark ln 2 for the loss (the DPO loss before the first step), 0 for rewards and 0.5 for accuracy (chance).
     """
     figure = new_figure(12, 6.6, title)
     for axes, shown in zip(figure.subplots(2, 3).flat, PANELS, strict=True):

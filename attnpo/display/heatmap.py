@@ -70,7 +70,7 @@ def heatmap_terminal(
     """Prints the heat maps of ``pairs`` to ``console``, with both responses side by side if it has 100 columns.
 
     ``numbers``: whether to print w * |y| after each token; by default only if the console has no colours. ``paper``:
-    whether to render for an image on a white background, for which right-to-left lines are reordered here.
+    whether to render for an image on a white background; right-to-left lines are then reordered here.
     """
     with_numbers = console.color_system is None if numbers is None else numbers
     console.print(_legend_text(paper))

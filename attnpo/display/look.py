@@ -1,4 +1,4 @@
-"""Shared figure style: colours of arms, axes, legends, and PNG and SVG files for light and dark pages."""
+"""Shared figure style: arm colours, axes, legends, and PNG and SVG output for light and dark pages."""
 
 import io
 import math
@@ -134,7 +134,7 @@ def make_arm_styles(
 
     The ``control`` is black (white in dark mode), with dashed lines and square markers. Arms in ``altered`` (weights
     changed by a transform) have hollow markers; arms in ``told`` (which know the true weights) have dotted lines.
-    Colours repeat after twelve arms, with different lines and markers.
+    Colours repeat after twelve arms, but with different line styles and markers.
     """
     looks: dict[str, ArmStyle] = {}
     number = 0
@@ -171,11 +171,11 @@ def as_score_interval(value: "ScoreInterval | Number") -> ScoreInterval:
 
 
 def axis_limits(values: Sequence[Number], ends: Sequence[Number] = (), margin: float = 0.06) -> tuple[float, float]:
-    """Returns axis limits that show ``values``, and interval ``ends`` up to one value range beyond them.
+    """Returns axis limits that cover ``values`` and, up to one value range beyond them, the interval ``ends``.
 
     With eight or more values, outliers are ignored, because they would compress the other values; they are drawn at the
-    edge instead. An outlier is farther from the nearest quartile than three times the interquartile range plus a fifth
-    of the larger absolute quartile.
+    edge instead. A value is an outlier if its distance to the nearest quartile exceeds three times the interquartile
+    range plus a fifth of the larger absolute quartile.
     """
     finite = sorted(float(value) for value in values if math.isfinite(value))
     if not finite:

@@ -52,7 +52,7 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
 
 
 def _wrap_note(console: Console, line: str) -> str:
-    """Indents a line below a table, wrapped at words on a terminal but not in output read by programs."""
+    """Indents a line below a table. Wraps it at words on a terminal, but not in output read by programs."""
     if console.width >= WIDTH:
         return f"  {line}"
     lines = wrap(line, console.width - 2, break_long_words=False, break_on_hyphens=False)
@@ -62,9 +62,9 @@ def _wrap_note(console: Console, line: str) -> str:
 def split_to_width(console: Console, table: TableBlock) -> list[TableBlock]:
     """Splits a table into parts that fit on the console, each with the key columns of its rows.
 
-    Returns the table unchanged if it fits. Numbers are kept whole, with their intervals; row names and text cells wider
-    than a third of the console are wrapped at words, and headers to the width of the cells below. Picks the width for
-    row names that results in the fewest parts.
+    Returns the table unchanged if it fits. Keeps each number on one line with its interval. Wraps row names and text
+    cells at words if they are wider than a third of the console, and wraps headers to the width of the cells below.
+    Picks the width for row names that results in the fewest parts.
     """
     if _table_width(console, table) <= console.width:
         return [table]
@@ -173,7 +173,7 @@ def to_markdown(sections: Sequence[Section], title: str = "") -> str:
 
 
 def _iter_tables_and_text(section: Section) -> Iterator[tuple[list[TableBlock], list[str]]]:
-    """Yields consecutive tables, or the lines of text between them, in order."""
+    """Yields, in order, each group of consecutive tables and the lines of text between groups."""
     for _, group in groupby(section.blocks, lambda block: isinstance(block, TableBlock)):
         blocks = list(group)
         tables = [block for block in blocks if isinstance(block, TableBlock)]
@@ -199,7 +199,7 @@ def _block_lines(block: Block) -> list[str]:
 
 
 def tables_to_json(sections: Sequence[Section]) -> str:
-    """Formats the sections as JSON: titles, tables with full-precision numbers, other text line by line."""
+    """Formats the sections as JSON: titles, tables with full-precision numbers, and other text line by line."""
     told = [
         {
             "title": section.title,
@@ -221,7 +221,7 @@ def tables_to_json(sections: Sequence[Section]) -> str:
 
 
 def read_tables(path: Path) -> list[Section]:
-    """Reads the sections from a file written by ``tables_to_json``; in each section, text follows the tables.
+    """Reads the sections from a file written by ``tables_to_json``. In each section, text comes after the tables.
 
     Raises:
         UserError: the file has a different format.

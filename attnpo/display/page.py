@@ -1,4 +1,4 @@
-"""Report pages: self-contained HTML with sections of tables, images, key-value lists and fragments."""
+"""Report pages: self-contained HTML with sections of tables, images, key-value lists and HTML fragments."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class Image:
 
 @dataclass(frozen=True)
 class CodeBlock:
-    """Text in a fixed-width font with its line breaks kept, e.g. a config or command; collapsed under ``title``."""
+    """Fixed-width text that keeps its line breaks, e.g. a config or command; collapsed under ``title``."""
 
     text: str
     title: str = ""

@@ -76,7 +76,7 @@ class WeightedResponse:
 
     @property
     def num_effective(self) -> float:
-        """Returns the effective number of weights; NaN if a weight is not finite or there are none."""
+        """Returns the effective number of weights; NaN if there are no weights or if any is not finite."""
         known = len(self.weights) and bool(self.weights.isfinite().all())
         return effective_token_count(self.weights) if known else math.nan
 

@@ -1,4 +1,4 @@
-"""Compares our tables with published ones: reads a paper's tables from CSV files and joins them with ours by keys.
+"""Compares our tables with published ones: reads a paper's tables from CSV files and joins them with ours by key.
 
 Our tables stay unchanged. A joined table combines the published rows with our matching rows. For each column present in
 both, it shows our number, the published number and, unless both are integers (e.g. ranks), the difference (ours minus
@@ -107,7 +107,8 @@ def find_matching_table(tables: Sequence[KeyedTable], printed: PublishedTable) -
     if not any(shared):
         known = "; ".join(f"{table.name}: {', '.join(table.columns)}" for table in tables)
         raise UserError(
-            f"printed={printed.path}: expected columns of one of our tables ({known}), got {', '.join(printed.columns)}"
+            f"printed={printed.path}: expected the columns of one of our tables ({known}), "
+            f"got {', '.join(printed.columns)}"
         )
     return shared.index(max(shared))
 

@@ -89,8 +89,8 @@ class WeightedPair(_PairViews, PairRecord):
 
     ``layer``: layer number, None for sources without layers. ``captured``: raw weights on the source's tokens.
     ``again``: recomputes the weights at another layer or for one round. ``view``: names that distinguish these weights
-    from the pair's other sets, if several are shown. ``traces``: reasoning traces that the judge generated before the
-    verdicts.
+    from other weights of the same pair, if several are shown. ``traces``: reasoning traces that the judge generated
+    before the verdicts.
     """
 
     layer: int | None = None

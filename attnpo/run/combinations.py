@@ -114,7 +114,7 @@ def require_unsharded_quantization(trainer: TrainerSettings, model: ModelSpec) -
 
 
 def require_reference_and_packages(reference: str, model: ModelSpec, optimizer: Optimizer) -> None:
-    """Raises UserError for an unknown or unsupported kind of reference, and for missing packages."""
+    """Raises UserError if the kind of reference is unknown or unsupported, or if a package is missing."""
     if reference not in REFERENCES:
         raise UserError(f"reference={reference}: expected one of {', '.join(REFERENCES)}")
     if reference == "adapter_off" and model.lora is None:
@@ -132,7 +132,10 @@ def require_reference_and_packages(reference: str, model: ModelSpec, optimizer: 
 
 
 def require_trainable_dtype(model: ModelSpec, optimizer: Optimizer) -> None:
-    """Raises UserError if trained weights have a dtype that loses small updates; adapters are always float32."""
+    """Raises UserError if the trained weights have a dtype that loses small updates.
+
+    Adapters are always trained in float32, so they are never affected.
+    """
     trained = model.dtype if model.lora is None else "float32"
     optimizer.check_rounding([trained])
     if trained not in FULL and not optimizer.stochastic_rounding:

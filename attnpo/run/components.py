@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # the testbed is built without torch
 
 @dataclass(frozen=True)
 class BuiltFolders:
-    """Folders of a built model and its data, measurements from the build, and whether an earlier build was reused."""
+    """Result of ``prepare``: model and data folders, build measurements, and whether an earlier build was reused."""
 
     model_path: Path
     data_path: Path
@@ -21,7 +21,7 @@ class BuiltFolders:
 
 @dataclass(frozen=True)
 class PreparedJudge:
-    """Folder of a second base model, measurements from its build, and whether an earlier build was reused."""
+    """Result of ``prepare_judge``: the judge's folder, build measurements, and whether an earlier build was reused."""
 
     path: Path
     report: dict[str, object]
@@ -52,10 +52,10 @@ class Truth(Protocol):
         """Returns the policy's scores."""
 
     def base_answers(self, *arguments: Any, **named: Any) -> Any:
-        """Returns the base model's responses to a split's prompts, to be shared by several calls to ``score``."""
+        """Returns the base model's responses to a split's prompts, which several calls to ``score`` can share."""
 
     def mark_decisive(self, pair: "PreferencePair", side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
-        """Returns, for each token's character range in the response, whether the token decides the true reward."""
+        """Returns whether each token, given as a character range in the response, decides the true reward."""
 
     def is_flipped(self, pair: "PreferencePair") -> bool:
         """Returns whether the true reward prefers the rejected response."""
@@ -66,9 +66,9 @@ class LayerFinder(Protocol):
     """Component that finds the layer for ``weights.layer=auto`` (config node ``auto_layer``)."""
 
     def resolve_layer(self, source: Any, readers: Any, train: Any) -> tuple[Any, Mapping[str, object] | None]:
-        """Returns the weight source with the layer found on the encoded pairs ``train``, and a record of the search.
+        """Searches for the layer on the encoded pairs ``train``; returns the source with that layer, and a record.
 
-        If no search is needed, returns the unchanged source and None.
+        If no search is needed, returns the unchanged source and None instead.
         """
 
 

@@ -1,6 +1,6 @@
 """Locates the folders of runs and of the store.
 
-Each run has its own folder, which all processes of a job use; all runs share the store. Runs before any heavy import.
+All processes of a job use the same run folder, and all runs share the store. Used before any heavy import.
 """
 
 import os
@@ -50,7 +50,7 @@ def run_folder(cfg: RunConfig) -> Path:
 
 
 def load_saved_config(folder: Path, setting: str) -> RunConfig:
-    """Reads the config of the run in ``folder``; ``setting``: the user's setting. Raises UserError on failure."""
+    """Reads the config of the run in ``folder``. Raises UserError on failure, quoting the user's ``setting``."""
     path = folder.expanduser() / CONFIG
     if not path.is_file():
         raise UserError(f"{setting}: this is not a run folder ({CONFIG} is missing); specify a run folder")
@@ -60,7 +60,7 @@ def load_saved_config(folder: Path, setting: str) -> RunConfig:
     except (OmegaConfBaseException, UserError, OSError) as error:
         raise UserError(f"{path} is not a valid config: {error}; specify a run folder") from error
     if not isinstance(found, DictConfig):
-        raise UserError(f"{path} is not a valid config: it contains a list; specify a run folder")
+        raise UserError(f"{path} is not a valid config: expected a mapping, got a list; specify a run folder")
     try:
         return parse_as(found, RunConfig)
     except UserError as error:
@@ -93,7 +93,7 @@ def _make_folder_error(folder: Path, problem: OSError) -> UserError:
 
 
 def timestamped_folder(output: Path, prefix: str) -> Path:
-    """Returns a new folder ``prefix-STAMP``; processes launched by this one inherit its time stamp."""
+    """Returns the path of a new folder ``prefix-STAMP``; child processes inherit the time stamp."""
     if world_size() > 1:
         if STAMP not in os.environ:
             raise UserError(f"this job has {world_size()} processes: set name=NAME so that they share one run folder")

@@ -34,7 +34,7 @@ class PageExamples:
 
 
 def save_page_examples(folder: Path, heat: Sequence[WeightedPair], sampled: Sequence[PreferencePair]) -> None:
-    """Saves the first pairs, and the responses to a few prompts evenly spaced in ``sampled``.
+    """Saves the first pairs, and responses to a few prompts spread evenly over ``sampled``.
 
     ``sampled``: pairs with the policy's response as chosen and the base model's as rejected. If it is empty, the
     responses come from ``generations.jsonl``.
@@ -52,7 +52,7 @@ def save_page_examples(folder: Path, heat: Sequence[WeightedPair], sampled: Sequ
 
 
 def load_page_examples(folder: Path) -> PageExamples | None:
-    """Returns a run's saved examples; None if there are none, or (with a warning) if they cannot be read."""
+    """Returns a run's saved examples. Returns None if nothing was saved, or (with a warning) if it cannot be read."""
     path = folder / FILE
     try:
         record = parse_json(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Identity of a run: the config keys, and the files they name, that can affect its results.
+"""Identity of a run: the config keys that can affect its results, and the files those keys name.
 
 Used to resume a run, to reuse a study's finished grid points and to distinguish a study's arms.
 """
@@ -87,7 +87,7 @@ def make_identity(cfg: RunConfig) -> RunIdentity:
 
 
 def load_saved_numbers(path: Path, ignored_keys: Sequence[str]) -> dict[str, object]:
-    """Reads ``RunIdentity.numbers`` from the config saved at ``path``; ``ignored_keys``: from the current identity."""
+    """Reads ``RunIdentity.numbers`` from the config saved at ``path``, without the current run's ``ignored_keys``."""
     with wrap_yaml_errors(path):
         values = to_container(DictConfig(OmegaConf.load(path)))
     source = instantiate(values["weights"])
@@ -106,18 +106,18 @@ def _select_numbers(
 
 
 def shorten_class_path(value: object) -> object:
-    """Returns a config value, with the import path of a class in this package shortened to the class name."""
+    """Shortens a config value to the class name if it is the import path of a class in this package."""
     own = isinstance(value, str) and value.startswith(f"{PACKAGE.name}.")
     return str(value).rpartition(".")[2] if own else value
 
 
 def flatten_with_classes(values: Mapping[str, object]) -> dict[str, object]:
-    """Returns all keys of a config with their values, with the import paths of this package's classes shortened."""
+    """Flattens a config and shortens the import paths of this package's classes."""
     return {key: shorten_class_path(value) if key.endswith("_target_") else value for key, value in flatten(values)}
 
 
 def _unused_keys(values: Mapping[str, Json], source: WeightSource) -> list[str]:
-    """Returns the keys that are unused under the other settings."""
+    """Returns the keys that have no effect given the other settings."""
     read = dict(flatten(values))
     undecayed = [] if read.get(DECAY) else [DECAY_ALL]
     replaced = [LAYER] if read.get(LAYERS) else []
@@ -126,7 +126,10 @@ def _unused_keys(values: Mapping[str, Json], source: WeightSource) -> list[str]:
 
 
 def _comparable_values(values: Mapping[str, Json]) -> dict[str, object]:
-    """Returns all keys with values comparable across versions: class names without modules, defaults filled in."""
+    """Returns all keys with values that can be compared across versions of attnpo.
+
+    Class names have no module path, and defaults are filled in.
+    """
     every = {key: value for key, value in flatten_with_classes(values).items() if not OF_SETS.fullmatch(key)}
     if every.get(MODE, "") is None:
         every[MODE] = monitor_mode(str(every.get(MONITOR, CallbackSettings.monitor)))

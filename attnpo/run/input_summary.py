@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @phase("statistics of the inputs")
 def example_statistics(inputs: Inputs) -> dict[str, Any]:
-    """Returns counts, coverage and weight statistics of both splits, and statistics of the judge."""
+    """Returns counts, coverage and weight statistics for both splits, plus the judge's statistics."""
     out: dict[str, Any] = {}
     for split in SPLITS:
         pairs, made = inputs.pairs[split], inputs.examples[split]
@@ -88,7 +88,7 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
 
 
 def describe_lost_weights_of_split(inputs: Inputs, split: str) -> str | None:
-    """Returns a warning if many weights of a split are not matched to training tokens, else None."""
+    """Returns a warning if many of a split's weights match no training token, else None."""
     weighed, made = inputs.weighed, inputs.examples[split]
     if not made.examples:
         return None
@@ -98,9 +98,9 @@ def describe_lost_weights_of_split(inputs: Inputs, split: str) -> str | None:
 
 
 def describe_split(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Iterator[str]:
-    """Yields lines on how many of a split's rows remain, their lengths, and the share of the weights retained."""
+    """Yields log lines about a split: the number of rows kept, their lengths, and the share of weights retained."""
     pairs, made = inputs.pairs[split], inputs.examples[split]
-    dropped = f"{pairs.num_dropped} dropped on reading, {made.dropped} later"
+    dropped = f"{pairs.num_dropped} dropped while reading, {made.dropped} later"
     yield f"{split}: {statistics['pairs']} pairs of {pairs.read} rows ({dropped})"
     for name, one in statistics.get("sets", {}).items():
         yield f"{split}, set {name}: " + ", ".join(f"{value} {key}" for key, value in one.items() if key != "path")
@@ -156,14 +156,14 @@ def log_plan(
     kept: CallbackSettings,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Logs how many steps training takes and when it validates, and the first example with its weights."""
+    """Logs the number of training steps, the validation schedule, and the first example with its weights."""
     log.info("%s", describe_plan(len(examples.examples), plan, settings, kept))
     for line in describe_example(examples.examples[0], tokenizer) if examples.examples else []:
         log.info("%s", line)
 
 
 def _count_cut_prompts(weighed: WeightingResult) -> dict[str, dict[str, int]]:
-    """Counts how many judge prompts, or pairs with a scorer's instruction, were read and how many were truncated."""
+    """Counts the judge's or scorers' prompts, and how many of them were truncated."""
     if weighed.report is None:
         return {}
     found: dict[str, dict[str, int]] = {}
@@ -175,12 +175,14 @@ def _count_cut_prompts(weighed: WeightingResult) -> dict[str, dict[str, int]]:
 
 
 def log_weight_summary(weighed: WeightingResult) -> None:
-    """Logs how the weights were computed: truncated prompts, thinking traces, judge accuracy, verbalizer answers."""
+    """Logs statistics of the weighting: truncated prompts, thinking traces, judge accuracy and verbalizer answers."""
     cut_prompts = _count_cut_prompts(weighed)
     if (cut := cut_prompts.get("judge_prompts", {})).get("cut"):
         log.warning("%(cut)d of %(read)d judge prompts were truncated to judge.max_length", cut)
     if (cut := cut_prompts.get("scorers", {})).get("cut"):
-        log.warning("%(cut)d of %(pairs)d prompts with a scorer's instruction were truncated (see lengths)", cut)
+        log.warning(
+            "%(cut)d of %(pairs)d prompts were truncated after the scorer instruction was added (see lengths)", cut
+        )
     if weighed.traces is not None:
         log.info("%s", weighed.traces.describe_lengths())
         if (problem := weighed.traces.describe_cut_traces()) is not None:
@@ -209,10 +211,10 @@ def require_examples(split: str, made: ExampleSet, processes: int) -> None:
         )
     pairs = len(made.examples)
     if pairs and not get_pair_weights(made.examples).any():
-        nothing = "trained" if split == "train" else "measured and best/ would be selected by a loss of 0"
+        nothing = "trained" if split == "train" else "measured and best/ would be selected based on a loss of 0"
         raise UserError(
-            f"{split}: all {pairs} pairs have weight 0 (the pair weight, or all token weights of both responses, "
-            f"is 0), so nothing would be {nothing}: choose other weights or data"
+            f"{split}: all {pairs} pairs have weight 0 (either the pair weight is 0, or all token weights in both "
+            f"responses are 0), so nothing would be {nothing}: choose other weights or data"
         )
     if 0 < pairs < processes:
         raise UserError(
@@ -229,22 +231,22 @@ def require_budgets(examples: Mapping[str, ExampleSet], layout: str, plan: Batch
 
 
 def describe_answers(answers: VerbalizerStatistics) -> Iterator[str]:
-    """Yields log lines on how many of the verbalizer's answers are usable, and why the others are not."""
+    """Yields log lines about how many of the verbalizer's answers are usable, and why the rest are not."""
     yield (
-        f"verbalizer: {answers.parse_rate:.1%} of {answers.answers} answers have a usable part, {answers.parts} parts "
-        f"in total; on average {answers.coverage:.1%} of a response's tokens have a score"
+        f"verbalizer: {answers.parse_rate:.1%} of {answers.answers} answers contain a usable part ({answers.parts} "
+        f"parts in total); on average, {answers.coverage:.1%} of a response's tokens have a score"
     )
     for reason, count in answers.problems.items():
         yield f"verbalizer: {reason}: {count}"
     if answers.lost:
-        yield f"verbalizer: {answers.lost} answers are no longer in the store, but the scores read from them still are"
+        yield f"verbalizer: {answers.lost} answers are no longer in the store, but their scores still are"
 
 
 ROW_WIDTH = 24  # tokens
 
 
 def describe_example(example: TrainingExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Describes a training example: the prompt's end, then the first ``ROW_WIDTH`` tokens per side as text|weight.
+    """Describes an example: the end of the prompt, then each response's first ``ROW_WIDTH`` tokens as text|weight.
 
     Weights are relative to uniform: a distribution is multiplied by |y|, and a factor is shown as is. A dot marks a
     token of weight 0.
@@ -271,7 +273,7 @@ def describe_example(example: TrainingExample, tokenizer: PreTrainedTokenizerBas
 log = logging.getLogger(__name__)
 
 SAMPLE = 200
-"""Number of pairs to measure stored layers on; 32 layers then take seconds regardless of the store's size."""
+"""Number of pairs used to measure stored layers. Measuring 32 layers takes seconds, however large the store is."""
 
 
 def describe_lost_weights(
@@ -282,10 +284,10 @@ def describe_lost_weights(
     arrived: WeightCoverage,
     tally: Tally,
 ) -> str | None:
-    """Returns a warning if many weights of ``rows`` are not matched to training tokens, else None.
+    """Returns a warning if many of the weights of ``rows`` match no training token, else None.
 
-    The warning names settings that can help. If weights are computed on the training tokens, only length limits can
-    remove some, which is logged separately.
+    The warning names settings that can help. Weights computed on the training tokens can only be lost to length limits,
+    which are logged separately.
     """
     if source.tokens == "train" or not arrived.is_low:
         return None
@@ -297,7 +299,7 @@ def describe_lost_weights(
     if align is AlignMethod.LEVENSHTEIN:
         helps.append("align.method=characters")
     cut = sum(tally.count_starting_with(words.format(side)) for words in (CUT, CUT_IN_FRONT) for side in SIDES)
-    cuts = f", as are those on the {cut} pieces that lengths.max_length cut from responses" if cut else ""
+    cuts = f", and so are the weights of the {cut} pieces that lengths.max_length cut from responses" if cut else ""
     what = f". These settings can help: {', '.join(helps)}" if helps else ""
     return (
         f"weights of {describe_weight_origin(source, rows)}: {arrived.describe()}; the weights of tokens that match no "
@@ -313,7 +315,7 @@ def describe_weight_origin(source: WeightSource, rows: Sequence[StoredRow]) -> s
 
 
 def log_coverage_by_layer(readers: Readers, weighed: WeightingResult, encoded: EncodedSet, align: AlignRules) -> None:
-    """Logs coverage and share of weights retained for each stored layer, without transforms, on a sample of pairs."""
+    """Logs each stored layer's coverage and share of weights retained, on a sample of pairs and without transforms."""
     pairs = select_calibration_pairs([pair for pair in encoded.pairs if pair.pair_id in weighed.captured], SAMPLE)
     sample = sample_as_splits(encoded, pairs)["train"]
     source, rows, captured = weighed.source, weighed.layers, weighed.captured

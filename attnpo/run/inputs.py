@@ -98,7 +98,7 @@ def read_inputs(cfg: RunConfig, base: BaseModel, readers: Readers) -> Inputs:
 
 
 def write_training_prompts(inputs: Inputs, folder: Path) -> None:
-    """Writes digests of the training prompts to the run folder, which lets evaluations recognise these prompts."""
+    """Writes digests of the training prompts to the run folder, so that evaluations can recognise these prompts."""
     examples, pairs = inputs.examples["train"].examples, inputs.pairs["train"].pairs
     if isinstance(examples, ExampleRows):
         write_prompt_digests(folder, examples.prompt_digests())

@@ -1,6 +1,6 @@
-"""Checks whether a run fits in memory before any model loads, and resolves ``auto`` for model and batch.
+"""Checks, before any model is loaded, whether a run fits in memory; resolves ``auto`` in model and batch settings.
 
-Each ``auto`` in the model becomes the fastest choice that fits; token budgets are then made as large as possible.
+Each ``auto`` in the model settings becomes the fastest choice that fits; token budgets are then maximized.
 """
 
 import logging
@@ -36,7 +36,7 @@ BUDGETS = ("tokens", "eval_tokens")
 
 @dataclass(frozen=True)
 class MemoryConfig(RootConfig):
-    """Part of a config that determines how much memory training needs; optional packages may be missing."""
+    """Config fields that determine how much memory training needs. Can be loaded without optional packages."""
 
     model: ModelSpec
     objective: PreferenceObjective
@@ -85,7 +85,7 @@ class MemoryPlan:
         )
 
     def device_memory(self) -> int | None:
-        """Returns this device's memory in bytes; with several processes, that of the smallest GPU. None if unknown."""
+        """Returns this device's memory in bytes (with several processes, the smallest GPU's), or None if unknown."""
         own = device_memory(inference_device(self.trainer.accelerator))
         if own is None or planned_processes(self.trainer) == 1:
             return own
@@ -104,7 +104,7 @@ def make_memory_plan(cfg: RunConfig | MemoryConfig) -> MemoryPlan:
 
 
 def require_device(accelerator: str) -> None:
-    """Raises UserError if the config requires a GPU and there is none."""
+    """Raises UserError if the config requires a GPU but none is available."""
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise UserError(
             f"trainer.accelerator={accelerator}, but no CUDA device is visible: to run on the CPU, omit hardware= "
@@ -140,7 +140,7 @@ def log_judge_memory(judge: RunJudge, device: torch.device) -> None:
 
 @contextmanager
 def tolerate_failed_estimate(path: str) -> Iterator[None]:
-    """Logs a warning if an estimate fails, and continues: some model configs lack the required fields."""
+    """Logs a warning and continues if an estimate fails, because some model configs lack the required fields."""
     try:
         yield
     except UserError:
@@ -198,7 +198,7 @@ def fit_memory(plan: MemoryPlan) -> tuple[ModelSpec, BatchPlan]:
 
 
 def maximize_token_budgets(plan: MemoryPlan, config: PretrainedConfig, model: ModelSpec, capacity: int) -> BatchPlan:
-    """Sets each ``auto`` budget to the most tokens that fit in ``capacity`` bytes, capped at a process's whole step."""
+    """Sets each ``auto`` budget to the most tokens that fit in ``capacity`` bytes, up to a process's full step."""
     least = plan.smallest_batch
     share = min(MOST, 2 * plan.max_length * -(-least.pairs // planned_processes(plan.trainer)))
 
@@ -223,7 +223,7 @@ def choose_fastest_fit(estimates: Sequence[MemoryEstimate], capacity: int | None
         return len(estimates) - 1, "the one that needs the least memory, because no GPU memory could be read"
     for place, estimate in enumerate(estimates):
         if estimate.fits(capacity):
-            return place, f"the fastest that fits the device's {capacity / GIB:.1f} GiB"
+            return place, f"the fastest that fits in the device's {capacity / GIB:.1f} GiB"
     return len(estimates) - 1, (
         f"the one that needs the least memory, but it exceeds the device's {capacity / GIB:.1f} GiB"
     )
@@ -249,7 +249,7 @@ def _describe_choice(choice: ModelSpec) -> str:
         every = "" if choice.checkpoint_every == 1 else f" of one block in {choice.checkpoint_every}"
         blocks = f"activations{every} recomputed"
     compiled = "" if choice.compile is None else ", blocks compiled"
-    return f"{blocks}, {choice.chunk} tokens at once through the vocabulary head{compiled}"
+    return f"{blocks}, {choice.chunk} tokens at a time through the vocabulary head{compiled}"
 
 
 def _decision_lines(

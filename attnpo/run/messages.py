@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def log_opening_lines(command: str, cfg: RunConfig, folder: Path | None, budget: str | None = None) -> None:
-    """Logs six lines about what ``command`` will do and where it writes output. ``budget``: a study's description."""
+    """Logs six lines about what ``command`` will do and where it writes output. ``budget``: the study's, in words."""
     choices, later, objective = cfg.composed.choices, cfg.groups_set_by_runs(), cfg.objective
     built = None
     if cfg.prepare is not None:
@@ -93,7 +93,7 @@ _said: set[str] = set()
 
 
 def log_once(lines: Iterable[str], level: int = logging.INFO) -> None:
-    """Logs only ``lines`` that this process has not logged yet, because a study's grid points share most of them."""
+    """Logs each line at most once per process, because a study's grid points share most lines."""
     for line in lines:
         if line not in _said:
             _said.add(line)
@@ -115,12 +115,12 @@ def closing_lines(composed: Composition, seed: int, folder: Path, result: RunRes
 
 
 def outcome_text(result: RunResult) -> str:
-    """Describes the outcome in words, and notes that a single run allows no comparison."""
+    """Describes the outcome in words, and notes that a single run has nothing to be compared with."""
     if result.truth is not None:
         scores = result.truth["test"].numbers
         text = (
             f"on held-out prompts the true reward is {scores['reward']:.3f} (base {scores['base_reward']:.3f}); the "
-            f"policy's answer wins in {100 * scores['win_rate']:.0f} % of the cases, at KL {scores['kl']:.2f}"
+            f"policy's answer wins in {100 * scores['win_rate']:.0f} % of cases, at KL {scores['kl']:.2f}"
         )
     else:
         loss, first = (result.metrics.get(name, math.nan) for name in ("val/loss", "first/val/loss"))
@@ -136,7 +136,7 @@ def outcome_text(result: RunResult) -> str:
 
 
 def next_commands(composed: Composition, seed: int, folder: Path) -> list[str]:
-    """Returns commands for the run's table, another seed and, if ``fit`` accepts them, other weights."""
+    """Returns commands that show the run's table and rerun it with a new seed and, if valid, with different weights."""
     uniform = composed.choices.get("weights") == "uniform"
     other, objective = ("attention", "twdpo") if uniform else ("uniform", "dpo")
     twins = [(f"weights={other}",), (f"weights={other}", f"objective={objective}")]
@@ -146,7 +146,7 @@ def next_commands(composed: Composition, seed: int, folder: Path) -> list[str]:
 
 
 def _fit_arguments(composed: Composition, *given: str) -> list[str] | None:
-    """Returns ``fit``'s arguments for this run with other overrides, in a new folder; None if they are invalid."""
+    """Returns ``fit`` arguments that repeat this run with extra overrides in a new folder; None if they are invalid."""
     try:
         again: RunConfig = load("fit", _replace_overrides(composed, *given), composed.config_dir)
     except UserError:
@@ -161,7 +161,7 @@ def _replace_overrides(composed: Composition, *given: str) -> tuple[str, ...]:
 
 
 def resume_arguments(composed: Composition, name: str) -> list[str]:
-    """Returns the arguments of ``fit`` for resuming the run in the folder ``name`` under ``output``."""
+    """Returns the ``fit`` arguments that resume the run in the folder ``name`` under ``output``."""
     kept = [item for item in composed.overrides if _override_key(item) not in PLACES]
     return replace(composed, overrides=(*kept, format_override("name", name), "resume=auto")).arguments()
 

@@ -62,10 +62,10 @@ def fill_reference_table(
     refill: str,
     shard: tuple[int, int] | None = None,
 ) -> None:
-    """Computes the reference log-probabilities of examples that ``table`` lacks, and adds them.
+    """Computes the reference log-probabilities that are missing from ``table``, and adds them.
 
-    ``model``: the reference. ``shard`` (rank, ranks): compute only every ranks-th example; if None, a multi-process job
-    raises UserError. ``refill``: the command that fills the store, for the error message.
+    ``model``: the reference. ``shard`` (rank, ranks): compute only every ranks-th example. If it is None, raises
+    UserError in a multi-process job that lacks some of them. ``refill``: command that fills the store, for that error.
     """
     places: dict[str, tuple[Sequence[TrainingExample], int, int]] = {}
     for made in sets.values():
@@ -97,7 +97,7 @@ def fill_reference_table(
 def choose_layout(
     base: BaseModel, layout: str, reference: str, models: Sequence[ScoredLM], requests: Collection[str] = ()
 ) -> Layout:
-    """Returns the layout stored for this model, device and versions, or tries the layouts and stores the result.
+    """Returns the layout stored for this model, device and versions, or runs a trial and stores its result.
 
     ``reference``: kind of reference. ``models``, ``requests`` and errors: as in ``trial.select_layout``.
     """
@@ -112,7 +112,7 @@ def choose_layout(
     trial = _TrialRecord.for_model(base, LAYOUT_TRIALS, facts)
     kept = (read_record(trial.path) or {}).get("taken")
     if kept in LAYOUTS:
-        log.info("layout %s: from an earlier trial with this model, device and versions (in the store)", kept)
+        log.info("layout %s: taken from the store (earlier trial with this model, device and versions)", kept)
         return LAYOUTS[kept]
     taken = select_layout(layout, models, requests, base.device)
     trial.save(taken=_layout_name(taken))
@@ -153,7 +153,7 @@ def reference_table(base: BaseModel, rules: LengthRules) -> StoreTable:
 
 
 def add_reference_logps(store: Path, table: StoreTable, made: ExampleSet) -> Sequence[TrainingExample]:
-    """Returns a split's examples with stored log-probabilities. Raises UserError if any is missing or mismatched."""
+    """Adds stored log-probabilities to a split's examples. Raises UserError if any are missing or mismatched."""
     examples, ids = made.examples, get_pair_ids(made.examples)
     chosen, rejected = (counts.tolist() for counts in count_row_tokens(examples).responses)
 
@@ -232,17 +232,17 @@ def _load_reward_policy(base: BaseModel) -> ScoredLM:
 def compile_policy(base: BaseModel, policy: ScoredLM, layout: Layout, *, required: bool) -> bool:
     """Compiles a policy's blocks for training in ``layout`` if ``model.compile`` requests it.
 
-    If compiled blocks fail or their outputs differ from those of plain blocks, raises UserError if ``required``, and
-    otherwise (``auto``) returns False. Stores the result of the comparison, and torch's compiled code next to it.
+    Returns False if compiled blocks fail or their outputs differ from those of uncompiled blocks; raises UserError
+    instead if ``required``. Stores the result of the comparison, and torch's compiled code next to it.
     """
     backend, _ = base.spec.backend(base.device.type)
     if backend is None:
         return True
     os.environ.setdefault(COMPILED_CODE, str((Path(base.store.root) / "inductor").absolute()))
     log.info(
-        "model.compile=%s: compiling takes about a minute without a cache (64 s for 8B on an H100), and later a few "
-        "seconds per new layout; a few blocks are compiled now to compare them with plain ones (unless the store has "
-        "the result), the rest in the first step; torch caches the code in %s",
+        "model.compile=%s: compiling takes about a minute without a cache (64 s for 8B on an H100), then a few "
+        "seconds for each new layout. A few blocks are compiled now and compared with uncompiled ones, unless the "
+        "store has the result; the rest are compiled in the first step. torch caches the code in %s",
         *(backend, os.environ[COMPILED_CODE]),
     )
     try:
@@ -270,13 +270,16 @@ def _require_same_numbers(base: BaseModel, policy: ScoredLM, backend: str, layou
             against = str(error)
         trial.save(against=against)
     else:
-        log.info("model.compile=%s: using the stored comparison for this model, device and versions", backend)
+        log.info(
+            "model.compile=%s: using the stored comparison with uncompiled blocks (same model, device and versions)",
+            backend,
+        )
     if against is not None:
         raise UserError(str(against))
 
 
 def refit_without_compilation(plan: MemoryPlan, spec: ModelSpec, policy: ScoredLM) -> tuple[ModelSpec, BatchPlan]:
-    """Refits model and batch to memory without compilation and returns them; updates ``policy`` accordingly."""
+    """Fits the model and batch settings to memory again, without compilation; updates ``policy`` accordingly."""
     asked = plan.model
     plain = replace(
         spec,

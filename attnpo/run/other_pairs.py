@@ -1,4 +1,4 @@
-"""Weights pairs from outside a run in the same way as its training pairs, without writing to the store."""
+"""Computes weights for pairs from outside a run as for its training pairs, without writing to the store."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -105,7 +105,7 @@ def reward_factors(
     readers: Readers,
     pairs: Sequence[PreferencePair],
 ) -> Mapping[str, RewardFactors]:
-    """Returns the objective's log-ratio factors for other pairs, by pair id; omits pairs without weights."""
+    """Returns the objective's log-ratio factors for pairs from outside the run, by pair id; omits unweighted pairs."""
     found = {}
     factors = weighed.source.kind is Kind.FACTOR
     for example in weigh_other_pairs(recipe, weighed, readers, pairs, ask=True):

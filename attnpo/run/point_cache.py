@@ -19,7 +19,8 @@ Some = TypeVar("Some")
 class PointCache:
     """In-process cache of at most ``entries`` values; evicts the least recently used first.
 
-    ``room``: size limit per value, in the unit of ``size`` in ``get_or_make``; larger values are not cached.
+    ``room``: size limit per value, in the unit returned by ``size`` (see ``get_or_make``). Larger values are not
+    cached.
     """
 
     entries: int
@@ -32,7 +33,7 @@ class PointCache:
     def get_or_make(
         self, key: Callable[[], dict[str, object]], make: Callable[[], Some], size: Callable[[Some], int]
     ) -> Some:
-        """Returns the cached value for ``key``, creating it if missing. The log names it by the key's "what"."""
+        """Returns the cached value for ``key``, creating it if missing. Logs reuse under the key's "what" entry."""
         if not _open:
             return make()
         parts = key()

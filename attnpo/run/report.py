@@ -118,7 +118,7 @@ HOVER = (
 
 
 def read_samples(folder: Path) -> list[dict[str, str]]:
-    """Reads the sampled responses of policy and reference, with their prompts as text; empty if there are none."""
+    """Reads the sampled responses of policy and reference, with prompts as text; returns [] if nothing was sampled."""
     path = folder / SAMPLES
     rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
     return [
@@ -135,7 +135,7 @@ def true_reward_table(truth: Mapping[str, TruthScores]) -> TableBlock:
 
 
 def inputs_section(result: RunResult) -> Section:
-    """Returns the section on the inputs: a column per split, a table of lengths, and all other entries."""
+    """Returns the inputs section: a table with one column per split, a table of lengths, and all other entries."""
     every = {
         part: {name: value for name, value in flatten(result.split(part), " ") if value != {}} for part in result.inputs
     }
@@ -264,7 +264,7 @@ def log_run_to_wandb(
 
 
 def inputs_table(inputs: Mapping[str, Json]) -> tuple[list[str], list[list[object]]]:
-    """Returns columns and rows of a table with all statistics of a run's inputs, one column per split."""
+    """Returns the columns and rows of a table of all input statistics of a run, with one column per split."""
     every = dict(flat_numbers(inputs))
     per_split = {split: dict(_entries_under(every, f"{split}/")) for split in SPLITS}
     names = list(dict.fromkeys(name for values in per_split.values() for name in values))
@@ -317,7 +317,7 @@ def make_exporter(
 
 
 def card_facts(cfg: RunConfig, model: ModelSpec, inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the model card data of a run, without metrics (``model_card.Facts``); hashes the base model."""
+    """Returns a run's model card data (``model_card.Facts``) without metrics. Hashes the base model."""
     prepared, source = store_root(cfg.store) / "prepared", inputs.weighed.source
     data, mix, judge = cfg.node("data"), getattr(cfg.data, "mix", None), cfg.node("judge")
     path = judge.pop("path")
@@ -384,7 +384,7 @@ def _split_facts(inputs: Inputs, split: str, statistics: Mapping[str, object]) -
 def _describe_source(path: str, prepared: Path) -> dict[str, Any]:
     """Returns name, path and Hub id of a model or data set for the card; omits the path if ``prepare`` built it."""
     if Path(path).is_relative_to(prepared):
-        return {"name": "a testbed base", "path": "built from nothing by `prepare`", "hub": None}
+        return {"name": "a testbed base", "path": "built from scratch by `prepare`", "hub": None}
     local = Path(path).expanduser().exists()
     hub = None if local or HUB_ID.fullmatch(path) is None else path
     return {"name": path.rstrip("/").rpartition("/")[2] or path, "path": path, "hub": hub}

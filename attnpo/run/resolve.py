@@ -93,7 +93,7 @@ class BaseModel:
             return dict(score_examples(model, examples, self.chat.rows.pad_id, layout))
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns the facts that determine the reference's outputs: weights, dtypes and attention kernel."""
+        """Returns the properties that determine the reference's outputs: weights, dtypes and attention kernel."""
         return {
             "weights": weights_fingerprint(self.spec.path, self.spec.revision),
             "dtype": self.spec.dtype,
@@ -125,7 +125,7 @@ class Readers:
         return f"in one or more processes: {self.command}"
 
     def make_reader(self, source: WeightSource) -> WeightReader | None:
-        """Returns the reader of ``source``; None if the source needs none. Raises UserError for an unknown kind."""
+        """Returns the reader that ``source`` needs, or None if it needs none. Raises UserError for an unknown kind."""
         kinds: Mapping[str, Callable[[], WeightReader]] = {
             "judge": self.make_judge,
             "generator": lambda: RunVerbalizer(self.verbalizer, self.base.spec, self.base.chat, self.base.store),
@@ -148,7 +148,7 @@ class Readers:
         key, length = "judge.max_length", judge.settings.max_length
         check_exact_length(load_text_config(judge.path, judge.revision), judge.path, key, length)
         if (most := judge.prompts.rules.max_length) < length:
-            log_once([f"{key}={length}: prompts are cut to {most} tokens, the judge's number of positions"])
+            log_once([f"{key}={length}: prompts are cut to {most} tokens, the judge's maximum number of positions"])
         if judge.settings.path is not None:
             self._check_vocabulary(judge.tokenizer, judge.path, "judge.path")
         return judge
@@ -161,7 +161,7 @@ class Readers:
         shard: tuple[int, int] | None = None,
         every_row: bool = False,
     ) -> WeightingResult:
-        """Returns the weights of ``source``, whose layer must be known, for ``encoded`` pairs (``data.weighing``)."""
+        """Computes the weights of ``source`` for ``encoded`` pairs; the source's layer must already be known."""
         return weighing.load_or_compute_weights(
             source,
             self.make_reader(source),
@@ -193,7 +193,7 @@ class Readers:
         return reward
 
     def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
-        """Raises UserError if token ids of two vocabularies would be matched; warns if |y| counts source tokens."""
+        """Raises UserError if token ids from two vocabularies would be matched; warns if |y| counts source tokens."""
         own = self.base.spec.path
         if tokenizer.get_vocab() == self.base.tokenizer.get_vocab():
             return
@@ -229,7 +229,7 @@ class ResolvedRun(NamedTuple, Generic[Config]):
 
 @phase("building or finding model and data")
 def resolve_paths(cfg: Config) -> tuple[Config, dict[str, object]]:
-    """Returns the config with the paths of model, data and judge filled in, and the report of ``prepare``, if any.
+    """Fills in the paths of model, data and judge; returns the config and the report of ``prepare``, if any.
 
     Keeps paths that are already set. Raises UserError if a path is still missing.
     """
@@ -259,9 +259,9 @@ def missing_path_keys(model: ModelSpec, data: PairReader) -> list[str]:
 
 
 def make_judge(judge: Judge, source: WeightSource, prepare: Preparer | None, root: Path) -> PreparedJudge | None:
-    """Returns the separate judge model, built under ``root`` if it is missing; None if none is needed.
+    """Returns the separate judge model, building it under ``root`` if it is missing; None if the run needs none.
 
-    Raises UserError if a separate judge is requested, but none is named and ``prepare`` cannot build one.
+    Raises UserError if a separate judge is requested, but its path is not set and ``prepare`` cannot build it.
     """
     if not judge.other or judge.path is not None or "judge" not in source.requires:
         return None
@@ -310,7 +310,7 @@ def resolve(cfg: Config) -> ResolvedRun[Config]:
 
 
 def check_readers(readers: Readers, source: WeightSource) -> str:
-    """Checks the weight reader and the source's layer; returns a judge's chat template for the log, else "".
+    """Checks the weight reader and the source's layer; returns a log line on the judge's chat template, or "".
 
     Raises UserError for a reader or layer that does not exist.
     """
@@ -329,16 +329,16 @@ def check_readers(readers: Readers, source: WeightSource) -> str:
 
 
 def log_model(spec: ModelSpec) -> None:
-    """Logs class, parameters and layers from a model's config. Raises UserError if the model has no config."""
+    """Logs a model's class, parameter count and layers from its config. Raises UserError if it has no config."""
     layers = num_layers(spec.path, spec.revision)
     config = load_config(spec.path, spec.revision)
     parameters, adapters = count_parameters(config, spec.lora)
     name = (config.architectures or [type(config).__name__])[0]
     trained = f" ({adapters:,} more in adapters; only these are trained)" if adapters else ""
     attention = resolve_attention(spec.path, spec.revision, spec.attn_implementation)
-    instead = "" if attention == spec.attn_implementation else f", {attention} attention (its class has no other)"
+    instead = "" if attention == spec.attn_implementation else f", {attention} attention (its class supports no other)"
     stored = str(config.dtype or spec.dtype).removeprefix("torch.")
-    held = spec.dtype if stored == spec.dtype else f"{spec.dtype} (its folder: {stored})"
+    held = spec.dtype if stored == spec.dtype else f"{spec.dtype} (stored as {stored})"
     lines = [f"model: {spec.path}, {name}, {parameters:,} parameters{trained}, {held}, {layers} layers{instead}"]
     if spec.lora is not None:
         lines.append(describe_adapter_coverage(build_on_meta(config), spec.lora))

@@ -48,7 +48,7 @@ class RunResult:
     merged: dict[str, Json] = field(default_factory=dict)
 
     def split(self, name: str) -> dict[str, Json]:
-        """Returns the statistics of a split's pairs; empty if there are none."""
+        """Returns the statistics of a split's pairs, or an empty mapping if the run recorded none."""
         part = self.inputs.get(name)
         return part if isinstance(part, dict) else {}
 
@@ -62,7 +62,7 @@ class RunResult:
 
     @property
     def judge(self) -> dict[str, Json]:
-        """Returns the statistics of the judge's verdicts; empty if none were read."""
+        """Returns the statistics of the judge's verdicts, or an empty mapping if no verdicts were read."""
         return self.split("judge")
 
     @property
@@ -73,14 +73,14 @@ class RunResult:
 
     @property
     def overlap_warning(self) -> str | None:
-        """Returns a warning if validation pairs also appear in the training data; None otherwise, or if not checked."""
+        """Returns a warning if validation pairs also appear in the training data; None if not, or if not checked."""
         found = self.split("val").get(OVERLAP)
         warning = found.get("warning") if isinstance(found, dict) else None
         return None if warning is None else str(warning)
 
     @property
     def is_destroyed(self) -> bool:
-        """Returns whether training left no usable model: its weights exploded, or chosen responses became unlikely."""
+        """Returns whether training destroyed the model: weights exploded, or chosen responses became unlikely."""
         return self.metrics.get("moved/growth", 1.0) > GROWTH or self._is_unlikely
 
     @property
@@ -99,10 +99,11 @@ class RunResult:
         if self._is_unlikely:
             first, last = moved["first/val/logps/chosen"], moved["val/logps/chosen"]
             return (
-                f"the model is destroyed: log-prob of chosen responses {last:.0f} ({first:.0f} before training); {LESS}"
+                f"training destroyed the model: log-prob of chosen responses {last:.0f} "
+                f"({first:.0f} before training); {LESS}"
             )
         if self.is_destroyed:
-            return f"the model is destroyed: its weights grew {moved['moved/growth']:.0e}-fold; {LESS}"
+            return f"training destroyed the model: its weights grew {moved['moved/growth']:.0e}-fold; {LESS}"
         return None
 
     @property

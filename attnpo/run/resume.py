@@ -52,7 +52,7 @@ UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
 
 
 def digest_contents(inputs: Inputs, base: BaseModel, modules: Mapping[str, str]) -> dict[str, str]:
-    """Returns digests of the files at a config's paths; ``modules``: digests of user-defined components."""
+    """Returns digests of the files at a config's paths. ``modules``: digests of user-defined components."""
     found = {
         "tokenizer and chat template": base.chat.fingerprint(),
         "model.path": weights_fingerprint(base.spec.path, base.spec.revision),
@@ -72,7 +72,7 @@ def check_same_values(stored: Mapping[str, object], asked: Mapping[str, object],
         if key not in stored:
             raise UserError(
                 f"resume: {place} has no value for {key}, which is now {redact(new)!r}. The saved run is a "
-                "different one, or was created by an earlier version of attnpo and cannot be resumed by this one: "
+                "different run, or was created by an earlier version of attnpo and cannot be resumed by this version: "
                 "start a new run under another name"
             )
         if not is_same_identity(old, new):
@@ -86,11 +86,11 @@ def check_same_values(stored: Mapping[str, object], asked: Mapping[str, object],
 def find_checkpoint(
     resume: str | None, folder: Path, numbers: Mapping[str, object], point: bool = False
 ) -> Path | None:
-    """Returns the checkpoint that ``resume`` names: auto (``last/`` if it exists), a path, or None.
+    """Returns the checkpoint to resume from. ``resume``: "auto" (``last/`` if it exists), a path, or None.
 
     Compares the checkpoint's files with their digests, and its settings with ``numbers``. ``point``: true for a grid
-    point of a study, which starts over if its checkpoint is damaged. Raises UserError if the path has no checkpoint, or
-    if the checkpoint is damaged or comes from a run with other settings.
+    point of a study, which starts over if its checkpoint is damaged. Raises UserError if there is no checkpoint at
+    the path, or if the checkpoint is damaged or comes from a run with different settings.
     """
     if resume is None:
         return None
@@ -133,7 +133,7 @@ def _log_checkpoint(path: Path) -> Path:
 
 
 def _describe_damage(numbers: Mapping[str, object], place: Path) -> str | None:
-    """Describes damage to a checkpoint; None if intact. Raises UserError for a checkpoint of another run."""
+    """Describes damage to a checkpoint; None if it is intact. Raises UserError if it comes from a different run."""
     if (found := describe_change(place, only=(ACCOUNT, "*.csv"))) is not None:
         return found
     check_same_values(read_checkpoint_info(place).get("config", {}), numbers, place)
@@ -141,18 +141,18 @@ def _describe_damage(numbers: Mapping[str, object], place: Path) -> str | None:
 
 
 def _describe_damage_of_best(folder: Path, resume: Path) -> str | None:
-    """Describes damage to ``checkpoint.json`` (the best value so far) in the run's own ``best/``; None if intact."""
+    """Describes damage to ``checkpoint.json`` (best value so far) in the run's own ``best/``; None if undamaged."""
     best = complete_folder(folder / "best")
     if not best.is_dir() or best == resume.parent or is_fork(folder, resume):
         return None
     found = describe_change(best, only=(ACCOUNT,))
-    return None if found is None else f"{best} next to it: {found}; move that folder away to continue without it"
+    return None if found is None else f"{best} next to it: {found}; move that folder elsewhere to continue without it"
 
 
 def _damage_error(resume: str, path: Path, problem: str) -> UserError:
     best = complete_folder(path.parent.parent / "best")
     other = best != path.parent and describe_change(best, only=(ACCOUNT, "*.csv", STATE)) is None
-    advice = f"continue with resume={best}" if other else "set resume= to another checkpoint"
+    advice = f"continue with resume={best}" if other else "set resume= to a different checkpoint"
     return UserError(
         f"resume={resume}: {path} is damaged or incomplete: {problem}; {advice}, or start a new run under another name"
     )
@@ -166,7 +166,10 @@ def check_contents(numbers: Mapping[str, object], contents: Mapping[str, str], r
 
 
 def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
-    """Returns the result of the run in ``folder``, or None, and a description of any damage that a digest reveals."""
+    """Returns (result, None) for the run in ``folder``, or (None, problem) if the saved result is damaged.
+
+    Returns (None, None) if no result was saved.
+    """
     if not (folder / RESULT).is_file():
         return None, None
     problem = describe_change(folder, only=MADE)
@@ -176,10 +179,10 @@ def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
 
 
 def find_finished_result(folder: Path, identity: RunIdentity, point: bool = False) -> RunResult | None:
-    """Returns the result if ``resume=auto`` names an already finished run, else None.
+    """Returns the saved result if ``resume=auto`` is set and the run is already finished, else None.
 
-    Ignores a damaged result. Raises UserError if the run had other settings, or if its result is damaged and there is
-    no checkpoint to continue from.
+    Ignores a damaged result. Raises UserError if the run had different settings, or if its result is damaged and there
+    is no checkpoint to continue from.
     """
     result, problem = read_result(folder)
     if problem is not None and not point:
@@ -226,7 +229,7 @@ def require_usable_folder(folder: Path, resume: Path | None) -> None:
     if is_fork(folder, resume) and (taken := _describe_existing_run(folder)) is not None:
         raise UserError(
             f"resume={resume} is a checkpoint from another folder, but {folder} already contains {taken}: set a new "
-            f"name= to continue that checkpoint in a new folder, or resume=auto to continue the run in {folder}"
+            f"name= to continue from it in a new folder, or resume=auto to continue the run in {folder}"
         )
     if resume is None or is_fork(folder, resume):
         _require_own_folder(folder)
@@ -268,7 +271,7 @@ def write_result(part: Path) -> None:
 
 
 def prepare_folder(folder: Path, resume: Path | None) -> None:
-    """Marks the run as unfinished: removes its result and files of earlier sessions that it does not continue."""
+    """Marks the run as unfinished: removes its result and any files from earlier sessions that it does not continue."""
     for place in (folder, folder / LOGS):
         remove_temporary_files(place)
     if resume is None or is_fork(folder, resume):

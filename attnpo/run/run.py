@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 
 def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
-    """Runs one config; returns its result, which is also written to ``result.json`` in its folder.
+    """Executes the run that a config describes; returns its result, which is also saved as ``result.json``.
 
     With several processes, only the first writes, scores and returns a result; the others return None. With
     ``resume=auto``, a finished run only returns its saved result, and a run that was killed after its last step is only
@@ -149,11 +149,14 @@ def _finish_run(
     resume: Path | None,
     point: bool,
 ) -> RunResult:
-    """Scores, samples and reports a trained policy. Logs and skips parts that fail, except a grid point's scores."""
+    """Scores a trained policy, samples from it and writes reports.
+
+    Logs and skips any of these steps that fails, except scoring a grid point.
+    """
     from attnpo.run.report import log_run_to_wandb, write_run_report
 
     callbacks, policy, chat = cfg.callbacks, trained.policy, base.chat
-    with tolerate_failure(folder, "tidying the run's folder"):
+    with tolerate_failure(folder, "cleaning up the run's folder"):
         merge_metrics(folder)
         finish_replacements(folder)
         if callbacks.checkpoints:
@@ -208,7 +211,7 @@ def _finish_run(
 
 
 def read_merge_errors(folder: Path) -> dict[str, Json]:
-    """Reads the rounding errors of merging adapters into ``best/`` and ``last/``; empty without adapters."""
+    """Reads the rounding errors from merging adapters into ``best/`` and ``last/``; empty without adapters."""
     found: dict[str, Json] = {
         name: account["merge"] for name in POLICIES if "merge" in (account := read_checkpoint_info(folder / name))
     }
@@ -218,7 +221,7 @@ def read_merge_errors(folder: Path) -> dict[str, Json]:
 
 @contextmanager
 def tolerate_failure(folder: Path, what: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """Logs errors of type ``kind`` during ``what`` and continues; appends the traceback to ``failures.txt``."""
+    """Logs errors of type ``kind`` raised during ``what`` and continues; appends tracebacks to ``failures.txt``."""
     try:
         yield
     except kind as problem:
@@ -228,17 +231,17 @@ def tolerate_failure(folder: Path, what: str, kind: type[Exception] = Exception)
             with suppress(OSError), (folder / FAILURES).open("a", encoding="utf-8") as file:
                 file.write(f"{what}\n{mask_credentials(traceback.format_exc())}\n")
                 place = f"; traceback in {folder / FAILURES}"
-        log.warning("warning: %s failed after training, so the result lacks it: %s%s", what, words, place)
+        log.warning("warning: %s failed after training and is missing from the result: %s%s", what, words, place)
 
 
 @phase("scoring answers to held-out prompts")
 def score_by_true_reward(
     scorer: Truth | None, start: BaseModel, policy: ScoredLM
 ) -> tuple[dict[str, TruthScores] | None, list[PreferencePair]]:
-    """Scores the policy by the true reward on validation and test prompts; also returns the test answers.
+    """Scores the policy by the true reward on validation and test prompts; also returns the test answers as pairs.
 
-    Each answer is a pair with the policy's answer as chosen and the base model's as rejected. Returns None and no
-    answers if there is no true reward.
+    In each pair, the policy's answer is the chosen response and the base model's answer is the rejected one. If there
+    is no true reward, returns None and an empty list.
     """
     if scorer is None:
         return None, []
@@ -289,14 +292,16 @@ def write_samples(
     max_length: int,
     seed: int,
 ) -> None:
-    """Writes both models' responses to the first ``settings.samples`` prompts with room for them, as JSON lines."""
+    """Writes responses of policy and reference to the first ``settings.samples`` prompts that leave room for them."""
     limit = min(max_length, context_length(policy.config) or max_length)
     encoded = encode_prompts(
         [ChatPrompt(pair.pair_id, pair.prompt) for pair in pairs], base.chat, settings.sample_tokens, limit
     )
     pairs = [pair for pair in pairs if pair.pair_id in encoded.kept][: settings.samples]
     if not pairs:
-        log.info("no responses sampled: no validation prompt leaves room for %d tokens", settings.sample_tokens)
+        log.info(
+            "no responses were sampled, because no validation prompt leaves room for %d tokens", settings.sample_tokens
+        )
         return
     sampling = Sampling(max_new_tokens=settings.sample_tokens, seed=seed)
     reference = load_base_model(base)

@@ -1,4 +1,4 @@
-"""Typed root config with all keys of one run, and a check for keys without effect."""
+"""Typed root config with all keys of one run, and a check for keys that have no effect."""
 
 import math
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ from attnpo.weights.verbalizer_settings import Verbalizer
 
 
 def require_name(name: str | None) -> None:
-    """Raises UserError for a name that is not a folder below ``output``."""
+    """Raises UserError unless ``name`` can be the name of a folder below ``output``."""
     if name is not None and (not name.strip(" ./") or ".." in Path(name).parts or Path(name).is_absolute()):
         raise UserError(f"name: expected the name of a folder below `output`, got {name!r}")
     if name is not None and not name.isprintable():
@@ -47,12 +47,12 @@ def require_name(name: str | None) -> None:
 def require_folder(key: str, folder: str | None) -> None:
     """Raises UserError if the value of ``key`` cannot be a folder; None selects the default."""
     if folder is not None and not (folder.strip() and folder.isprintable()):
-        raise UserError(f"{key}: expected the path of a folder with only printable characters, got {folder!r}")
+        raise UserError(f"{key}: expected a folder path with only printable characters, got {folder!r}")
 
 
 @dataclass(frozen=True)
 class RunConfig(RootConfig):
-    """Config of one run, with a field for each key of a run. ``configs/fit.yaml`` explains the keys."""
+    """Config of one run, with one field per key. ``configs/fit.yaml`` explains the keys."""
 
     trains: ClassVar[bool] = True
     """True if the command trains its model."""
@@ -124,7 +124,7 @@ class RunConfig(RootConfig):
         return ""
 
     def reusable_folder(self) -> str | None:
-        """Returns the folder below ``output`` to reuse if there is no ``name``; None to create a new one each time."""
+        """Returns the folder below ``output`` to reuse if no ``name`` is set; None means a new folder each time."""
         return None
 
     def check_combination(self) -> None:
@@ -154,11 +154,11 @@ class RunConfig(RootConfig):
             raise UserError(f"model.reward=true trains a reward model, which cannot generate: set {' '.join(given)}")
 
     def groups_set_by_runs(self) -> frozenset[str]:
-        """Returns the groups that each run made from this config sets itself; checks skip these groups."""
+        """Returns the config groups that a study's runs set themselves; checks skip these groups."""
         return frozenset()
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns the keys without effect under the other settings, mapped to the reasons."""
+        """Returns the keys that have no effect given the other settings, mapped to the reasons."""
         source = type(self.weights).__name__
         found: dict[str, str] = {}
         chosen = self.groups_set_by_runs()

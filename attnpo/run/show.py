@@ -1,4 +1,4 @@
-"""``attnpo.show``: pairs with values per token, by layer, round and stage, in the terminal or in a file."""
+"""Implements ``attnpo.show``, which prints or saves pairs with a value per token, by layer, round and stage."""
 
 import json
 import logging
@@ -87,7 +87,7 @@ class PairLogps:
     reference: LogpPair
 
     def columns(self, objective: PreferenceObjective, example: TrainingExample) -> list[dict[str, Float[Tensor, " _"]]]:
-        """Returns the columns of each side: log-probabilities, log-ratio and contribution to the margin."""
+        """Returns each side's columns: log-probabilities, log-ratio and contribution to the margin."""
         parts = margin_contributions(objective, example, self)
         return [
             {"logp": policy, "reference_logp": reference, "log_ratio": policy - reference, "contribution": part}
@@ -124,7 +124,7 @@ def _json_lines(pairs: Sequence[WeightedPair]) -> Iterator[str]:
 
 
 def _write_pairs(pairs: Sequence[WeightedPair], path: Path) -> None:
-    """Writes ``pairs`` atomically, in the format of the extension. Raises UserError if an unrelated file exists."""
+    """Writes ``pairs`` in the format of the file extension. Raises UserError rather than replace an unrelated file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content: str | bytes
     if path.suffix == ".html":
@@ -140,9 +140,10 @@ def _write_pairs(pairs: Sequence[WeightedPair], path: Path) -> None:
 
 
 def load_weighted_pairs(cfg: ShowConfig) -> list[WeightedPair]:
-    """Returns the requested pairs in each requested view: one from the command line, or rows of a data set.
+    """Returns the requested pairs in each requested view.
 
-    Raises UserError if no pairs are named, or if a row does not exist or cannot be weighted or scored.
+    The pairs are rows of a data set, or the one pair given on the command line. Raises UserError if no pairs are named,
+    or if a row does not exist or cannot be weighted or scored.
     """
     typed = None
     if cfg.prompt is not None and cfg.chosen is not None and cfg.rejected is not None:
@@ -225,7 +226,7 @@ def _requested_views(
     weighed: WeightingResult,
     transforms: Mapping[str, WeightTransform],
 ) -> list[tuple[ViewKey, WeightSource]]:
-    """Returns the requested views, each with the source set to its layer. Raises UserError for a missing view."""
+    """Returns each requested view, with the source set to the view's layer. Raises UserError for a missing view."""
     source, name = weighed.source, type(weighed.source).__name__
     known = [*([CAPTURED] if source.requires else []), SOURCE, *transforms]
     chosen = known if list(stages) == [ALL] else list(stages) or known[-1:]
@@ -283,7 +284,7 @@ def _select_pairs(found: PairSet, split: str, rows: str, ids: Sequence[str]) -> 
 
 
 def _find_ids(known: Sequence[str], ids: Sequence[str], where: str) -> list[int]:
-    """Returns the indices of the ids that start with one of ``ids``. Raises UserError if there are none."""
+    """Returns the indices of the known ids that start with any of ``ids``. Raises UserError if no id matches."""
     places = [place for place, pair_id in enumerate(known) if pair_id.startswith(tuple(ids))]
     if not places:
         first = ", ".join(pair_id[:8] for pair_id in known[:3])
@@ -324,7 +325,7 @@ def _policy_folder(policy: str | None, run: str | None, column: str) -> str | No
 
 
 def load_bad_pairs(path: Path, ids: Sequence[str], column: str, model: ModelSpec) -> list[WeightedPair]:
-    """Returns pairs of the saved step ``path``: those in ``ids``, else those with a non-finite loss, else all.
+    """Returns pairs from the step saved at ``path``: those in ``ids``, else those with a non-finite loss, else all.
 
     The tokenizer comes from ``model`` if that is set, else from the run. Raises UserError for a different kind of file,
     a column that the step lacks, or a missing tokenizer.
@@ -345,7 +346,7 @@ def load_bad_pairs(path: Path, ids: Sequence[str], column: str, model: ModelSpec
 
 
 def _load_saved_step(path: Path) -> dict[str, Any]:
-    wanted = "expected a file nonfinite-step-N.pt, which a run saves if a step is not finite"
+    wanted = "expected a file nonfinite-step-N.pt, which a run saves if a step has non-finite values"
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as problem:
@@ -391,7 +392,7 @@ def _saved_pairs(saved: Mapping[str, Any], decode: Callable[[int], str]) -> Iter
 
 
 def margin_contributions(objective: PreferenceObjective, example: TrainingExample, scores: PairLogps) -> LogpPair:
-    """Returns for each token how much the margin would shrink if the policy had the reference's log-probability there.
+    """Returns each token's contribution: how much the margin would shrink with the reference's log-probability there.
 
     Uses the objective's own rewards; if they are linear in the log-ratios, contributions add up to the margin. Raises
     UserError for an objective that needs more than log-probabilities and weights.
@@ -418,7 +419,10 @@ def _margins_without_tokens(
     scores: PairLogps,
     left_out: Sequence[tuple[int, int] | None],
 ) -> Float[Tensor, " _"]:
-    """Returns one margin per entry: with that token (side, index) set to the reference value; None changes none."""
+    """Returns one margin per entry, with the entry's token (side, index) set to its reference value.
+
+    If an entry is None, no token is changed.
+    """
     copies = len(left_out)
     batch = collate([example] * copies, padded_layout, 0, copies)
     shape = batch.main.response_mask.shape

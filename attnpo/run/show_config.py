@@ -74,11 +74,11 @@ class ShowConfig(RunConfig):
         return self.column in LOGPS
 
     def out_file(self) -> Path | None:
-        """Returns the file to write; None if there is none."""
+        """Returns the file to write to, or None to print instead."""
         return None if self.out in (None, "-") else Path(str(self.out)).expanduser()
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns the keys without effect under the other settings, mapped to the reasons."""
+        """Returns the keys that have no effect given the other settings, mapped to the reasons."""
         found = {**super().unused_keys(), **dict.fromkeys(TRAINING, "show trains nothing")}
         found |= dict.fromkeys(("drift", "truth", "seed", "layout"), "show trains nothing")
         if self.run is not None or self.bad_batch is not None:

@@ -90,7 +90,7 @@ def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise UserError(
-            f"export={path}: cannot create the folder of this file ({problem.strerror}); use another folder"
+            f"export={path}: cannot create the folder for this file ({problem.strerror}); choose a different folder"
         ) from problem
     cfg, base, readers, _ = resolve(cfg)
     inputs = read_inputs(cfg, base, readers)
@@ -122,7 +122,7 @@ def check_export(source: WeightSource, path: Path) -> None:
 
 
 def export_rows(inputs: Inputs, split: str) -> Iterator[dict[str, object]]:
-    """Yields a row per training pair in order. Raises UserError if a pair's two prompts were truncated differently."""
+    """Yields one row per training pair, in order. Raises UserError if a pair's prompts were truncated differently."""
     pairs = {pair.pair_id: pair for pair in inputs.pairs[split].pairs}
     source, layers = type(inputs.weighed.source).__name__, inputs.weighed.layers
     layer = layers[0] if len(layers) == 1 and isinstance(layers[0], int) and layers[0] > 0 else None
@@ -155,7 +155,7 @@ def _make_row(pair: PreferencePair, example: TrainingExample) -> dict[str, objec
 def export_metadata(
     inputs: Inputs, split: str, model: ModelSpec, chat: ChatFormat, settings: Mapping[str, object]
 ) -> dict[str, object]:
-    """Returns how the weights were computed (model, tokenizer, ``settings``) and the pair counts."""
+    """Returns a record of how the weights were computed (model, tokenizer, ``settings``), and the pair counts."""
     weighed, made = inputs.weighed, inputs.examples[split]
     return {
         "format": FORMAT,

@@ -41,7 +41,7 @@ def test_a_split_of_weight_0(attempts: Attempts, record: Record, split: str, wei
     record(f"weights of 0 in all of {split}", message, "run not started")
 
 
-IDLE, LOST = "training did not change any weight", "the model is destroyed: its weights grew 1e+"
+IDLE, LOST = "training did not change any weight", "training destroyed the model: its weights grew 1e+"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_rate_that_moves_nothing_or_destroys(attempts: Attempts, words: str, g
 
 def test_a_likelihood_that_collapsed(attempts: Attempts) -> None:
     answer = attempts.fit("weights=uniform", "optimizer.lr=1")
-    assert "the model is destroyed: log-prob of chosen responses" in answer.noted("result: ")
+    assert "training destroyed the model: log-prob of chosen responses" in answer.noted("result: ")
 
 
 def test_weights_that_come_with_each_step_and_are_0(attempts: Attempts) -> None:

@@ -45,7 +45,7 @@ def made(attempts: Attempts) -> Made:
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
 def test_weigh_and_fit_without_sdpa(kind: str, made: Made, attempts: Attempts) -> None:
     world = made(kind)
-    attempts.weigh(world=world).noted("model:", "eager attention (its class has no other)")
+    attempts.weigh(world=world).noted("model:", "eager attention (its class supports no other)")
     attempts.fit(world=world).noted("weights: 18 of 18 pairs in the store")
     run = make_run(world.config())
     inputs = run.inputs

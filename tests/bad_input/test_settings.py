@@ -66,8 +66,8 @@ KEYS = {
     "seed=10000000000000000000000": ("seed: expected a whole number of at most 64 bits",),
     "data.train_rows='200%'": ('data.train_rows="200%" is not a row selection', "a percentage up to 100%"),
     "data.subset=part": ("data.subset=part applies to datasets on the hub, but data.path=", "data.subset=null"),
-    "store=''": ("store: expected the path of a folder with only printable characters, got ''",),
-    "output=''": ("output: expected the path of a folder with only printable characters, got ''",),
+    "store=''": ("store: expected a folder path with only printable characters, got ''",),
+    "output=''": ("output: expected a folder path with only printable characters, got ''",),
     "name='a\nb'": (r"name: expected only printable characters, got 'a\nb'",),
     "name='a\x1b[2Jb'": (r"name: expected only printable characters, got 'a\x1b[2Jb'",),
 }

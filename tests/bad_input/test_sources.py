@@ -206,6 +206,6 @@ def test_malformed_answers_are_read_as_far_as_they_go(record: Record) -> None:
     message = "; ".join(f"{reason}: {count}" for reason, count in sorted(problems.items()))
     record(
         f"{len(MALFORMED)} malformed answers in words (tests/text/test_score_answers.py)",
-        f"{usable} have a usable part; {message}",
+        f"{usable} contain a usable part; {message}",
         "what cannot be read, counted",
     )

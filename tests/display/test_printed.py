@@ -98,7 +98,9 @@ def test_a_file_goes_to_the_table_it_shares_numbers_with(tmp_path: Path) -> None
     sinks = KeyedTable("sink", "", ("model", "first"), ({"model": "m", "first": 1.0},), ("model",))
     path = printed(tmp_path, "model,first\nm,2.5\n")
     assert find_matching_table([OURS, sinks], read_published_table(path, KEYS)) == 1
-    with pytest.raises(UserError, match=r"expected columns of one of our tables .*sink: model, first\), got model, mt"):
+    with pytest.raises(
+        UserError, match=r"expected the columns of one of our tables .*sink: model, first\), got model, mt"
+    ):
         find_matching_table([OURS, sinks], read_published_table(printed(tmp_path, "model,mt_bench\nm,2.5\n"), KEYS))
 
 

@@ -106,7 +106,7 @@ def test_what_is_no_run_with_weights_is_refused(world: World, tmp_path: Path) ->
     for run, message in (
         (Path("auto"), r"benchmark\.run is required"),
         (tmp_path / "gone", "this is not a run folder"),
-        (tmp_path / "list", "it contains a list"),
+        (tmp_path / "list", "expected a mapping, got a list"),
         (tmp_path / "torn", "is not a valid config: "),
         (tmp_path / "other", "is not a valid config for this version"),
         (plain, r"has no token weights to reuse, because of its objective"),

@@ -200,7 +200,7 @@ def test_the_shares_that_adapters_and_four_bits_reach_are_told(world: World, cap
 
 def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog: pytest.LogCaptureFixture) -> None:
     inputs = tell(world.config("lengths.max_length=26", "lengths.max_prompt_length=11", "lengths.overlong=cut"))
-    assert f"train: {TRAIN} pairs of {TRAIN} rows (0 dropped on reading, 0 later)" in caplog.text
+    assert f"train: {TRAIN} pairs of {TRAIN} rows (0 dropped while reading, 0 later)" in caplog.text
     assert f"train: cut: prompt to its last 11 tokens: 7 of {TRAIN} (58.3%; first: " in caplog.text
     assert "prompt 11/11/11/11, chosen " in caplog.text and "longest " in caplog.text
     statistics = example_statistics(inputs)["train"]

@@ -167,7 +167,7 @@ def test_the_quickest_that_fits_is_taken_and_said_once(
     for _ in range(2):
         assert made(fit_memory(plan)[0]) == ORDER[place]
     lines = [line for line in caplog.messages if "auto" in line or "estimated" in line]
-    assert len(lines) == 5 and "the fastest that fits the device's 0.0 GiB" in lines[0]
+    assert len(lines) == 5 and "the fastest that fits in the device's 0.0 GiB" in lines[0]
     assert lines[0].startswith("model.gradient_checkpointing=auto and model.logps_chunk=auto: activations ")
     assert [line.split()[0] for line in lines[1:]] == ["4.00", "3.00", "2.00", "1.00"]
 
@@ -297,7 +297,7 @@ def test_budgets_are_as_large_as_a_step_where_there_is_room_and_the_least_where_
     assert (batch.token_budget, batch.eval_token_budget) == (512 - 128, MOST)
     said = [line for line in caplog.messages if "batch.tokens=auto" in line]
     assert len(said) == 2 and said[1].startswith("batch.tokens=auto and batch.eval_tokens=auto: activations kept, ")
-    assert "384 tokens per forward, 32,768 in validation (the fastest that fits the device's 1024.0 GiB)" in said[1]
+    assert "384 tokens per forward, 32,768 in validation (the fastest that fits in the device's 1024.0 GiB)" in said[1]
     config = world.config("batch.tokens=auto", "batch.eval_tokens=auto")
     counted = make_plan(config)
     assert (counted.smallest_batch.tokens, counted.smallest_batch.micro) == (None, 2)

@@ -362,7 +362,9 @@ def test_compiled_blocks_are_tried_once_for_a_model_and_its_versions(
             _, base, policy = compiling(cfg, monkeypatch)
             assert compiles(base, policy, layout, "auto") and is_compiled(policy)
     assert tried == ["eager", "eager"]
-    assert caplog.text.count("using the stored comparison for this model, device and versions") == 1
+    assert (
+        caplog.text.count("using the stored comparison with uncompiled blocks (same model, device and versions)") == 1
+    )
     assert os.environ[policies_room.COMPILED_CODE] == str(tmp_path / "inductor")
 
 
@@ -438,7 +440,7 @@ def test_a_layout_is_tried_once_for_a_model_and_its_versions(
         assert layout_of(made, policy) is LAYOUTS["shared_prefix"]
     assert (
         tried == ["auto"]
-        and "layout shared_prefix: from an earlier trial with this model, device and vers" in caplog.text
+        and "layout shared_prefix: taken from the store (earlier trial with this model, device and vers" in caplog.text
     )
     assert layout_of(made, policy, "input_gradient") is LAYOUTS["padded"]
     for changes in (("layout=packed",), ("layout=auto", "model.dtype=float64")):

@@ -73,7 +73,7 @@ def test_a_run_leaves_everything_a_reader_needs(first: tuple[World, Path, RunRes
 
 
 AFTERWARDS = {
-    "tidying the run's folder": "attnpo.run.run.merge_metrics",
+    "cleaning up the run's folder": "attnpo.run.run.merge_metrics",
     "moving the policy back to its device": "attnpo.run.run.restore_attention",
     "scoring by the true reward": "attnpo.run.run.score_by_true_reward",
     "measuring where the policy moved": "attnpo.lab.measures.DriftSettings.measure",

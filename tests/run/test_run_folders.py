@@ -237,7 +237,7 @@ def test_a_damaged_state_is_named_before_anything_is_read(
     assert text.startswith(f"resume=auto: {state} is damaged or incomplete") and f"resume={folder / 'best'}" in text
     assert "\n" not in text
     (folder / "best" / STATE).write_bytes(b"x")
-    with pytest.raises(UserError, match=r"set resume= to another checkpoint"):
+    with pytest.raises(UserError, match=r"set resume= to a different checkpoint"):
         find_checkpoint("auto", folder, make_identity(cfg).numbers)
     assert state.exists()
 

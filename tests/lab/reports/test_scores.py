@@ -358,7 +358,7 @@ def test_lengths_and_means_over_rounds_meet_their_printed_columns(tmp_path: Path
     with pytest.raises(UserError, match="expected a column method"):
         report_on(tmp_path, [tmp_path / "in"], f"printed={wrong}", "name=w")
     wrong.write_text("method,loss\nDPO,6.73\n")
-    with pytest.raises(UserError, match="expected columns of one of our tables"):
+    with pytest.raises(UserError, match="expected the columns of one of our tables"):
         report_on(tmp_path, [tmp_path / "in"], f"printed={wrong}", "name=w")
 
 

@@ -109,8 +109,8 @@ def test_a_destroyed_model_is_not_chosen_and_an_idle_one_is_named() -> None:
     assert any("attention 60.0 %" in line for line in said), said
     assert [line for line in said if "WARNING" in line and "uniform: training did not change any weight" in line], said
     lost = Outcome(study, [arm, idle], typed(points[1:]), [], {}, Path("out"), 1.0)
-    assert any("WARNING: attention: the model is destroyed" in line for line in notes.describe_result(lost, ""))
-    assert any("WARNING: attention: the model is destroyed" in line for line in study_warnings(lost))
+    assert any("WARNING: attention: training destroyed the model" in line for line in notes.describe_result(lost, ""))
+    assert any("WARNING: attention: training destroyed the model" in line for line in study_warnings(lost))
 
 
 def test_one_seed_is_said_to_be_one() -> None:
