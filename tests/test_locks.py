@@ -214,7 +214,7 @@ def test_a_process_that_was_taken_for_dead_ends(tmp_path: Path) -> None:
         mark = next((tmp_path / ".lock").iterdir())
         mark.rename(mark.with_name("other"))
         assert process.wait(timeout=60) == 1
-        said = "other jobs considered this process dead, so it exits now"
+        said = "other jobs considered this process dead, so it is exiting"
         assert process.stderr is not None and said in process.stderr.read()
     assert [path.name for path in (tmp_path / ".lock").iterdir()] == ["other"]
 
@@ -224,7 +224,7 @@ def test_a_process_whose_lock_is_gone_ends(tmp_path: Path) -> None:
     with holding(tmp_path, 0.5) as process:
         shutil.rmtree(tmp_path / ".lock")
         assert process.wait(timeout=60) == 1
-        assert process.stderr is not None and "its lock was removed" in process.stderr.read()
+        assert process.stderr is not None and "the lock was removed" in process.stderr.read()
 
 
 def test_a_folder_behind_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ blocks of queries; this is exact because the mean over heads is linear.
 
 An attention function registered with transformers receives queries and keys. It leaves the attention output to the
 usual fast kernel and, on the requested layers, recomputes one softmax row per prompt: the row of the verdict position,
-averaged over query heads (paper section on AttentionPO). Prompts are padded to a batch, or packed into one row that
-stores common prefixes once (``prefixes``). An ``AttentionProbe`` in the keyword arguments of a call carries its
-requests and results; the registered name is the only global state.
+averaged over query heads (see the paper's section on AttentionPO). Prompts are padded to a batch, or packed into one
+row that stores common prefixes once (``prefixes``). Each call passes an ``AttentionProbe`` in its keyword arguments,
+which carries the requests and collects the results. The registered name is the only global state.
 
 The fallback is to read the attention maps that a model returns with eager attention, one prompt at a time. It is used
-for classes whose attention bypasses transformers' AttentionInterface or inspects the attention mask. All maps of a
-prompt are in memory at once (layers x heads x T x T values).
+for model classes whose attention bypasses transformers' AttentionInterface or inspects the attention mask. All maps of
+a prompt are in memory at once (layers x heads x T x T values).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -47,8 +47,9 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
 class MaskRule:
     """Attention mask as a function of (batch, head, query, key) indices; only blocks of it are ever materialised.
 
-    ``local_size``: a query sees at most this many of the latest keys; ``causal``: it sees no later keys. Both only
-    limit which keys a block has to visit. ``rows``: the model's batch size; one row may contain several sequences.
+    With ``local_size``, a query sees at most that many of the most recent keys; with ``causal``, it sees no later keys.
+    Both only limit which keys a block has to visit. ``rows`` is the model's batch size; one row may contain several
+    sequences.
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -58,7 +59,7 @@ class MaskRule:
     rows: int = 1
 
     def __getitem__(self, index: object) -> "MaskRule":
-        """Returns the rule itself, for models that slice their whole mask; raises ``UserError`` for other slices."""
+        """Returns the rule itself for a full slice, as some models need; raises ``UserError`` for other slices."""
         return check_whole_mask(self, index)
 
     def visible_keys(self, start: int, stop: int, length: int) -> tuple[int, int]:
@@ -72,12 +73,12 @@ class MaskRule:
         return self.causal and self.padding is None and (self.local_size is None or longest <= self.local_size)
 
     def describe_window(self, longest: int) -> tuple[int, int] | None:
-        """Describes the mask as a window for at most ``longest`` tokens per sequence; None if it is not one."""
+        """Describes the mask as a window for sequences of at most ``longest`` tokens; None if it is not a window."""
         plain = self.causal and self.padding is None
         return describe_window(self.function, self.local_size, longest) if plain else None
 
     def allowed_block(self, batch: int, queries: Tensor, keys: Tensor) -> Tensor:
-        """Returns a block [batch 1 q k] of the mask at ``queries`` [q] or [batch q] and ``keys`` [k] or [batch k]."""
+        """Returns the mask [batch 1 q k] for the given ``queries`` [q] or [batch q] and ``keys`` [k] or [batch k]."""
         rows = torch.arange(self.rows, device=keys.device)[:, None, None, None]
         heads = torch.zeros(1, dtype=torch.long, device=keys.device)[:, None, None, None]
         query = queries[None, :] if queries.dim() == 1 else queries
@@ -95,9 +96,9 @@ CAUSAL = MaskRule(lambda batch, head, query, key: key <= query, None, None, True
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """Queries and keys of one layer, after rotary embedding, and the settings of its attention scores.
+    """Queries and keys of one layer after rotary embedding, and how its attention scores are computed.
 
-    ``query`` [batch H T d], ``key`` [batch KV T d] with KV dividing H; ``sinks`` [H] are extra logits that enter the
+    ``query`` [batch H T d], ``key`` [batch KV T d], where KV divides H; ``sinks`` [H] are extra logits that enter the
     softmax and are dropped afterwards. With ``branches`` [n T], queries and keys come from one packed row [1 H N d] in
     which ``branches[i]`` lists the positions of sequence i.
     """
@@ -111,7 +112,7 @@ class LayerAttention:
     branches: Int[Tensor, "n L"] | None = None
 
     def probabilities(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
-        """Returns the softmax [batch H n k], at least in float32, of queries [batch H n d] over keys [batch KV k d]."""
+        """Returns the softmax [batch H n k] of queries [batch H n d] over keys [batch KV k d], in float32 or higher."""
         batch, heads, count, width = query.shape
         groups, seen = key.shape[1], key.shape[2]
         dtype = torch.promote_types(query.dtype, torch.float32)
@@ -167,7 +168,7 @@ class LayerAttention:
         return merged.view(batch, heads, count, value.shape[3])
 
     def left_multiply(self, weights: Float[Tensor, "batch T"]) -> Float[Tensor, "batch T"]:
-        """Returns ``weights @ A`` for the head-mean attention map A, in blocks of queries."""
+        """Returns ``weights @ A`` for the head-averaged attention map A, computed in blocks of queries."""
         pulled = torch.zeros_like(weights)
         key = self.split_sequences(self.key).to(weights.dtype)
         for queries, keys, allowed in self.query_blocks():
@@ -178,7 +179,7 @@ class LayerAttention:
 
 
 def split_queries(length: int, per_query: int) -> Iterator[slice]:
-    """Splits ``length`` queries into blocks with at most ``BLOCK_ELEMENTS`` scores, ``per_query`` per query."""
+    """Splits ``length`` queries with ``per_query`` scores each into blocks of at most ``BLOCK_ELEMENTS`` scores."""
     size = min(LARGEST_BLOCK, max(SMALLEST_BLOCK, BLOCK_ELEMENTS // per_query))
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
@@ -203,12 +204,12 @@ class AmbiguousAttention(UserError):
 
 
 class AttentionProbe:
-    """Request for attention rows in one forward pass, and its results.
+    """Requests attention rows from one forward pass and collects them.
 
-    ``last`` [batch]: the position whose row is requested, per sequence. ``layers``: 0-based. With ``rollout`` the
-    queries and keys of every layer are kept until ``compute_rollout()`` is called. With ``stop`` the forward pass stops
-    (``StopForward``) in the attention of the deepest requested layer. ``branches`` [batch T]: the positions of each
-    sequence in a packed row.
+    ``last`` [batch]: the position whose row is requested, per sequence. ``layers``: 0-based indices of the requested
+    layers. With ``rollout``, the queries and keys of every layer are kept until ``compute_rollout()`` is called. With
+    ``stop``, the forward pass stops (``StopForward``) in the attention of the deepest requested layer. ``branches``
+    [batch T]: the positions of each sequence in a packed row.
     """
 
     def __init__(
@@ -255,7 +256,7 @@ class AttentionProbe:
             raise StopForward
 
     def trimmed_output(self) -> Tensor | None:
-        """Returns the attention output [1 batch H d] at the last positions of a trimmed forward pass, else None."""
+        """Returns the attention output [1 batch H d] at the last positions; None if the pass is not trimmed."""
         if self._end is None:
             return None
         rows, values = self._end
@@ -264,7 +265,7 @@ class AttentionProbe:
         return merged.flatten(1, 2)[None]
 
     def compute_rollout(self) -> Float[Tensor, "batch T"]:
-        """Returns the last position's row in the product of all ``(I + A_l) / 2``; frees the kept tensors."""
+        """Returns the last position's row in the product of all ``(I + A_l) / 2`` and frees the kept tensors."""
         self.check_layers_read(self.kept, range(self.depth))
         return rollout_row((self.kept.pop(layer) for layer in range(self.depth - 1, -1, -1)), self.last)
 
@@ -274,8 +275,8 @@ class AttentionProbe:
         if silent:
             raise UserError(
                 f"layer {silent[0]} has no softmax attention to read: the model's attention does not use transformers' "
-                "AttentionInterface or does not forward its keyword arguments, or the layer mixes tokens in another "
-                "way; choose another layer or judge"
+                "AttentionInterface or does not forward its keyword arguments, or the layer mixes tokens in some "
+                "other way; choose a different layer or judge"
             )
 
 
@@ -298,9 +299,9 @@ def tap_attention(backbone: PreTrainedModel, kernel: str) -> Iterator[None]:
 
 @contextmanager
 def trim_last_layer(last: nn.Module) -> Iterator[None]:
-    """Restricts the layer ``last`` inside the context to the probe's last positions of a row, [1 batch d].
+    """Makes the layer ``last`` run only at the probe's last positions [1 batch d] of a packed row inside the context.
 
-    The other positions need only keys and values, so the rest of the layer is not computed for them.
+    The other positions only need keys and values, so the rest of the layer is skipped for them.
     """
 
     def narrow(
@@ -326,7 +327,7 @@ def trim_last_layer(last: nn.Module) -> Iterator[None]:
 
 
 def _select_positions(value: object, places: Tensor, length: int) -> object:
-    """Returns ``value`` with each row tensor [1 N ...] in it (N = ``length``) reduced to positions ``places``."""
+    """Reduces each row tensor [1 N ...] inside ``value`` to the positions ``places``; N is ``length``."""
     if isinstance(value, Tensor):
         return value[:, places] if value.dim() > 1 and value.shape[:2] == (1, length) else value
     if isinstance(value, tuple):
@@ -450,12 +451,12 @@ class EagerAttentionMap:
     maps: Float[Tensor, "batch heads T T"]
 
     def rows_at(self, last: Int[Tensor, " batch"]) -> Float[Tensor, "batch heads T"]:
-        """Returns the softmax row at position ``last`` of each sequence, per query head, at least in float32."""
+        """Returns the softmax row at position ``last`` of each sequence, per query head, in float32 or higher."""
         rows = self.maps[torch.arange(len(last), device=last.device), :, last]
         return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
     def left_multiply(self, weights: Float[Tensor, "batch T"]) -> Float[Tensor, "batch T"]:
-        """Returns ``weights @ A`` for the head-mean attention map A."""
+        """Returns ``weights @ A`` for the head-averaged attention map A."""
         pulled = torch.zeros_like(weights)
         for head in self.maps.unbind(1):
             pulled += (weights[:, None] @ head.to(weights.dtype))[:, 0]
@@ -509,7 +510,7 @@ def read_eager_maps(
 def _maps_by_layer(
     given: Sequence[object], probe: AttentionProbe, attending: Sequence[int]
 ) -> dict[int, EagerAttentionMap]:
-    """Returns the maps by 0-based layer: one per layer, or one per layer known to have attention."""
+    """Returns the maps by 0-based layer; the model may return one for every layer or only for those with attention."""
     length = int(probe.last.max()) + 1
     maps = [each if isinstance(each, Tensor) and each.shape[2:] == (length, length) else None for each in given]
     if len(given) != probe.depth:

@@ -34,8 +34,8 @@ class ReasoningTrace(NamedTuple):
 class JudgePrompt:
     """Tokenised prompt of one judge round.
 
-    ``spans`` maps "chosen" and "rejected" to half-open token ranges of ``input_ids``; ``offsets`` maps them to the
-    characters of the pair's response that each token in the range covers.
+    ``spans`` maps "chosen" and "rejected" to half-open token ranges of ``input_ids``; ``offsets`` lists, for each side,
+    the response characters that each token in its range covers.
     """
 
     pair_id: str
@@ -75,7 +75,7 @@ class JudgeModel(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Returns the number of layers; they are numbered 1..num_layers."""
+        """Returns the number of layers; layers are numbered from 1."""
 
     def read(
         self,
@@ -107,7 +107,7 @@ class PromptBuilder(Protocol):
 
 @dataclass(frozen=True)
 class LoadedJudge:
-    """Loaded judge and its prompt builder; with ``verdict``, the two label logits are also read, at full depth."""
+    """Loaded judge with its prompt builder. ``verdict``: the two label logits are also read, which needs full depth."""
 
     model: JudgeModel
     prompts: PromptBuilder
@@ -121,12 +121,12 @@ CAPTURE_VERSION = "2"
 
 
 class WeightReader(ABC):
-    """Reads token weights from a model that it can describe without loading; the store uses it to compute missing rows.
+    """Reads token weights from a model, for example to compute rows that the store lacks.
 
-    ``name`` and ``done``: noun and participle for the reader in the log ("judge", "judged"). ``rounds``: rows per
-    response and layer. ``reads``: number of sequences that models process per pair; a generated response counts once.
-    ``verdict``: whether verdicts are read as well. ``trace``: settings of the judge's reasoning; None if it does not
-    reason.
+    Only ``load`` loads the model; everything else describes it without loading it. ``name`` and ``done``: noun and
+    participle for the reader in the log ("judge", "judged"). ``rounds``: rows per response and layer. ``reads``: number
+    of sequences that models process per pair; a generated response counts once. ``verdict``: whether verdicts are read
+    as well. ``trace``: settings of the judge's reasoning; None if it does not reason.
     """
 
     name: ClassVar[str]
@@ -142,12 +142,12 @@ class WeightReader(ABC):
 
     @property
     def num_layers(self) -> int:
-        """Returns the number of layers and which have attention; 0 if the reader does not read individual layers."""
+        """Returns the number of layers and which of them have attention; 0 if layers are not read separately."""
         return 0
 
     @property
     def num_heads(self) -> int:
-        """Returns the number of query heads per layer, without loading the model; UserError if it is not uniform."""
+        """Returns the number of query heads per layer without loading the model; raises UserError if layers differ."""
         return 0
 
     @abstractmethod

@@ -51,14 +51,14 @@ from attnpo.system.files import format_bytes
 log = logging.getLogger(__name__)
 
 ROW_BYTES = 16 << 20
-"""Maximum size in bytes of a row's activations on a CPU; larger ones exceed its caches and need newly zeroed pages."""
+"""Maximum bytes of a row's activations on a CPU; larger rows overflow its caches and need newly zeroed pages."""
 
 KERNEL = "sdpa"
 """Default attention kernel family of a judge; part of its fingerprint."""
 
 
 def kernel_for(found: ModelDescription) -> str:
-    """Returns the kernel family for a model class: sdpa, "blocks" if torch's fused kernel is unsuitable, or maps."""
+    """Returns the kernel family for a model class: sdpa, maps, or blocks if torch's fused kernel is unsuitable."""
     return MAPS if found.mapped else KERNEL if found.attention == KERNEL else "blocks"
 
 
@@ -81,9 +81,9 @@ class CausalJudge:
     """Reads attention and verdicts from a Hugging Face causal LM.
 
     ``token_budget``: maximum number of tokens per forward pass (including padding; common prefixes count once). On a
-    CPU, rows of wide models are shorter, which is faster there. ``kernel``: "sdpa", "blocks" (float32 softmax in blocks
-    of queries, for comparison) or "maps" (the maps of eager attention, one prompt at a time), which also replaces
-    "sdpa" and "blocks" if these would change the model's logits.
+    CPU, wide models get shorter rows, which is faster there. ``kernel``: "sdpa", "blocks" (float32 softmax in blocks of
+    queries, for comparison) or "maps" (eager attention maps, one prompt at a time). "maps" is also the fallback if the
+    other two would change the model's logits.
     """
 
     _words: ClassVar[tuple[str, str]] = "judge", "judge prompt"
@@ -102,7 +102,7 @@ class CausalJudge:
 
     @property
     def num_layers(self) -> int:
-        """Returns the number of layers; they are numbered 1..num_layers. UserError if the config does not state it."""
+        """Returns the number of layers, numbered from 1. Raises UserError if the config does not state it."""
         depth = getattr(self.model.config.get_text_config(), "num_hidden_layers", None)
         if not isinstance(depth, int):
             raise UserError(
@@ -121,13 +121,13 @@ class CausalJudge:
         verdict: bool = True,
         label_ids: tuple[int, int] | None = None,
     ) -> list[JudgeReading]:
-        """Reads prompts of token ids; returns their readings in order, on the CPU, at least in float32.
+        """Reads prompts given as token ids; returns one reading per prompt, in order, on the CPU, in float32 or higher.
 
-        ``layers`` are 1-based and determine the order of the rows. ``verdict`` runs the full depth and reads the argmax
-        token and, if ``label_ids`` are given, their two logits and ``verdict_logps``. Without it (and without rollout),
-        the forward pass stops in the deepest requested layer. Raises ``UserError`` if a layer is out of range, a prompt
-        is empty, layers differ in their number of heads with ``per_head``, or the model's attention cannot be read
-        without changing its output.
+        ``layers`` are 1-based and determine the order of the rows. With ``verdict``, the model runs at full depth and
+        the argmax token is read. If ``label_ids`` are given, their two logits and ``verdict_logps`` are read as well.
+        Without ``verdict`` and rollout, the forward pass stops in the deepest requested layer. Raises ``UserError`` if
+        a layer is out of range, a prompt is empty, ``per_head`` is set and layers differ in their number of heads, or
+        the model's attention cannot be read without changing its output.
         """
         check_request(*self._words, prompts, layers, self.num_layers)
         if prompts:
@@ -146,7 +146,7 @@ class CausalJudge:
         return [readings[index] for index in range(len(prompts))]
 
     def _row_token_budget(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Returns the maximum number of tokens in a row: the token budget; fewer on a CPU, but enough for any pair."""
+        """Returns the maximum number of tokens per row: the token budget or, on a CPU, less but enough for any pair."""
         if self.model.device.type != "cpu":
             return self.token_budget
         config = self.model.config.get_text_config()
@@ -235,7 +235,7 @@ class CausalJudge:
         return trim_last_layer(next(stack[-1] for stack in stacks if len(stack) == self.num_layers))
 
     def _can_share_rows(self) -> bool:
-        """Returns whether rows of several prompts give the same results as a padded batch; tested once."""
+        """Returns whether packing several prompts into a row gives the same results as a padded batch; tested once."""
         if self._follows is None:
             reason = self._find_row_problem()
             self._follows = reason is None
@@ -263,7 +263,7 @@ class CausalJudge:
     def _find_unreadable_attention(
         self, prompts: Sequence[Sequence[int]], expected: Tensor, at: BlockRecorder
     ) -> str | None:
-        """Returns the reason why the attention cannot be read, naming the layer; None if it can."""
+        """Returns the reason why the attention cannot be read, including the layer; None if it can be read."""
         untapped = at.outputs.copy()
         try:
             with tap_attention(self._backbone, self.kernel):
@@ -282,7 +282,7 @@ class CausalJudge:
         return f"layer {silent[0]} does not forward its keyword arguments" if silent else None
 
     def _switch_to_maps(self, prompts: Sequence[Sequence[int]], problem: str) -> None:
-        """Switches to the maps of eager attention and logs this; ``UserError`` if they do not work either."""
+        """Switches to eager attention maps and logs this; raises ``UserError`` if they do not work either."""
         kind, before = type(self.model).__name__, self.kernel
         self.kernel = MAPS
         try:
@@ -306,7 +306,7 @@ class CausalJudge:
         square = sum(row.shape[1] for row in probe.rows.values()) * self.model.dtype.itemsize
         log.info(
             "judge: %s: %s; the maps of eager attention are read instead, one prompt at a time, which gives the same "
-            "results more slowly and needs %d B x T x T of memory for a prompt of T tokens (%s for 2048)",
+            "results more slowly and needs %d * T * T bytes of memory for a prompt of T tokens (%s if T is 2048)",
             kind,
             problem,
             square,
@@ -324,7 +324,7 @@ class CausalJudge:
         except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take such rows
             return f"{kind} cannot process rows of several prompts ({type(error).__name__}: {error})"
         if logits is None or logits.shape != expected.shape:
-            return f"{kind} cannot run its last layer on only some positions"
+            return f"{kind} cannot run its last layer on a subset of the positions"
         if self.model.dtype in EXACT:
             gap, bound = float((logits - expected).abs().max()), probe_bound(expected)
             if not gap <= bound:  # NaN is no match either
@@ -341,7 +341,7 @@ class CausalJudge:
             return small._find_row_problem()
 
     def _prompts_interact(self, prompts: Sequence[Sequence[int]], logits: Tensor, shared: bool) -> bool:
-        """Returns whether other prompts' tokens change any bit of a verdict; False if the bits are not reproducible."""
+        """Returns whether other prompts' tokens change a verdict bitwise; False if verdicts are not reproducible."""
         row = cast(Tensor, self._prepare_inputs(prompts, (), shared)[0]["input_ids"])
         for index in range(len(prompts)):
             inputs, probe = self._prepare_inputs(probe_prompts(vocabulary_size(self.model), index), (), shared)
@@ -360,7 +360,7 @@ def _describe_error(error: Exception) -> str:
     if isinstance(error, UserError):
         return words
     if type(CAUSAL).__name__ in words:
-        return "its own code operates on the mask"
+        return "the model's own code operates on the mask"
     return f"{type(error).__name__}: {words}"
 
 
@@ -373,8 +373,8 @@ def make_readings(
 ) -> list[JudgeReading]:
     """Builds readings from a filled probe and the logits [batch vocab] of the last positions.
 
-    ``lengths``: number of tokens in each prompt. ``wanted``: 0-based layers. UserError if one of them produced no
-    attention, or if layers differ in their number of heads.
+    ``lengths``: number of tokens in each prompt. ``wanted``: 0-based layers. Raises UserError if one of them produced
+    no attention, or if layers differ in their number of heads.
     """
     probe.check_layers_read(probe.rows, wanted)
     _check_same_heads({layer + 1: probe.rows[layer] for layer in wanted})
@@ -402,7 +402,7 @@ def _verdict_log_probs(labels: Tensor, logits: Tensor) -> Tensor:
 
 
 def _check_same_heads(rows: Mapping[int, Tensor]) -> None:
-    """Raises ``UserError`` if the layers, mapped to their rows per head, differ in their number of heads."""
+    """Raises ``UserError`` if the layers in ``rows`` (layer -> rows per head) differ in their number of heads."""
     first: dict[int, int] = {}
     for layer, row in rows.items():
         first.setdefault(row.shape[1], layer)
@@ -415,7 +415,7 @@ def _check_same_heads(rows: Mapping[int, Tensor]) -> None:
 
 
 class RewardModel(CausalJudge):
-    """Reads the attention of each conversation's last token from a Hugging Face model for sequence classification.
+    """Reads the attention of each conversation's last token from a Hugging Face sequence classification model.
 
     Args:
         model: the model, with a causal backbone (``load_model(..., reward=True)``).

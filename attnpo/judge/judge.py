@@ -1,4 +1,4 @@
-"""Judge of a run, loaded at most once and only if the store lacks something."""
+"""Loads a run's judge at most once, and only if the store lacks something."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class AttentionReader(WeightReader):
-    """Reads attention from the model at ``path``, which it can describe without loading."""
+    """Reads attention from the model at ``path`` and describes that model without loading it."""
 
     path: str
     revision: str | None
@@ -49,7 +49,7 @@ class AttentionReader(WeightReader):
 
     @property
     def num_heads(self) -> int:
-        """Returns the number of query heads per layer, without loading the model; UserError if it is not uniform."""
+        """Returns the number of query heads per layer without loading the model; raises UserError if layers differ."""
         return num_heads(self.path, self.revision)
 
     @property
@@ -66,11 +66,14 @@ class RunJudge(AttentionReader):
     """Judge of a run, loaded at most once.
 
     Args:
-        judge: the settings. UserError if another model is required but not named, if the tokenizer has no character
-            offsets, or if the chat template does not use ``chat_template_kwargs``.
-        model: the run's model, which is the judge unless ``judge.path`` names another.
-        chat: the run's chat format, used unless ``judge.path`` names another model.
-        store: store for the traces of a judge that reasons first; if None, each ``load`` keeps its own in memory.
+        judge: the judge's settings.
+        model: the run's model, which is also the judge unless ``judge.path`` names a different model.
+        chat: the run's chat format, used unless ``judge.path`` names a different model.
+        store: store for the traces of a judge that reasons first; if None, each ``load`` keeps its traces in memory.
+
+    Raises:
+        UserError: a different model is required but not named, the tokenizer has no character offsets, or the chat
+            template does not use ``chat_template_kwargs``.
     """
 
     name, done, rounds = "judge", "judged", 2  # in both orders
@@ -109,7 +112,7 @@ class RunJudge(AttentionReader):
         """Describes the chat template that wraps the judge prompt."""
         if not self.settings.chat:
             return "the judge prompt is used as is, without a chat template (judge.chat=false)"
-        whose = "it" if self.settings.path is None else f"{self.path}'s, {self.prompts.chat.chosen.origin}"
+        whose = "it" if self.settings.path is None else f"that of {self.path} ({self.prompts.chat.chosen.origin})"
         return f"the judge prompt is a user turn in {whose}"
 
     @property
@@ -129,7 +132,7 @@ class RunJudge(AttentionReader):
     def num_layers(self) -> Depth:
         """Returns the judge's number of layers, and which have attention, without loading the model.
 
-        UserError if no layer can be read.
+        Raises UserError if no layer can be read.
         """
         found, depth = inspect_model(self.path, self.revision), num_layers(self.path, self.revision)
         if not found.layers:
@@ -144,7 +147,7 @@ class RunJudge(AttentionReader):
         return str(self.tokenizer.decode([token]))
 
     def estimate_memory(self, budget: int) -> MemoryEstimate:
-        """Estimates the memory of a judge pass with ``budget`` tokens per forward pass, but at least one prompt."""
+        """Estimates the memory of a judge pass with ``budget`` tokens (but at least one prompt) per forward pass."""
         config, length = load_config(self.path, self.revision), self.settings.max_length
         mapped = length if describe_model(config).mapped else 0
         return estimate_pass(config, dtype=self.settings.dtype, tokens=max(budget, length), mapped=mapped)
@@ -178,7 +181,7 @@ class RunJudge(AttentionReader):
         return LoadedJudge(judge, self.prompts, self.settings.verdict)
 
     def _trace_table(self) -> StoreTable | None:
-        """Returns the store's table of traces; None without traces or without a store."""
+        """Returns the store's table of traces; None if the judge does not reason or there is no store."""
         if self.settings.trace is None or self._store is None:
             return None
         key = {
@@ -191,7 +194,7 @@ class RunJudge(AttentionReader):
     def load_traces(self, pair: PreferencePair) -> tuple[str, ...]:
         """Returns the judge's stored traces for ``pair``, one per round.
 
-        Empty unless the store has all of them. UserError if the pair cannot be shown to the judge.
+        Empty unless the store has all of them. Raises UserError if the pair cannot be shown to the judge.
         """
         table = self._trace_table()
         if table is None:
@@ -202,9 +205,9 @@ class RunJudge(AttentionReader):
 
 
 def add_reasoning(judge: CausalJudge, prompts: JudgePromptBuilder, kept: TraceCache) -> JudgeModel:
-    """Wraps ``judge`` so that it reasons first if the rules of ``prompts`` require a trace; otherwise returns it.
+    """Wraps ``judge`` so that it reasons first if the rules of ``prompts`` require a trace; otherwise returns it as is.
 
-    UserError for a model that cannot generate.
+    Raises UserError if the model cannot generate.
     """
     rules, after = prompts.rules.trace, prompts.trace_suffix
     if rules is None or after is None:
@@ -224,13 +227,13 @@ def add_reasoning(judge: CausalJudge, prompts: JudgePromptBuilder, kept: TraceCa
 
 LABEL_MASS = "label_mass"
 PAIRS = 16
-"""Number of pairs to measure, two prompts each; the standard error is at most 0.125 (if every mass is 0 or 1)."""
+"""Number of pairs to measure, with two prompts each. The standard error is at most 0.125 (if each mass is 0 or 1)."""
 NOT_MEASURED = "judge: the store has weights for all pairs, but no valid measurement of the judge's labels"
 
 
 @dataclass(frozen=True)
 class LabelCheck:
-    """Measures how much probability a judge puts on its labels for the first of ``pairs``, and stores the result."""
+    """Measures how much probability a judge puts on its labels for the first few ``pairs``, and stores the result."""
 
     judge: RunJudge
     store: Store
@@ -248,7 +251,7 @@ class LabelCheck:
         return found
 
     def load_measurement(self) -> LabelMass | None:
-        """Loads the stored measurement; None if there is none."""
+        """Loads the stored measurement; None if nothing is stored."""
         record = read_record(self._record_path)
         if record is None:
             return None
@@ -258,9 +261,9 @@ class LabelCheck:
     def check_stored(self, load: Callable[[], LoadedJudge]) -> None:
         """Checks the stored measurement when all weights are already in the store.
 
-        The measurement is missing if its record is damaged or was not copied, or if it was made on other pairs. In that
-        case, the judge is loaded with ``load`` and measured if ``judge.low_label_mass`` is stop; if it is warn, a log
-        line says that there is no measurement.
+        The measurement is missing if its record is damaged or was not copied, or if it was made on different pairs. If
+        ``judge.low_label_mass`` is stop, the judge is then loaded with ``load`` and measured. If it is warn, a log line
+        says that the measurement is missing.
         """
         mass = self.load_measurement()
         if mass is not None:
@@ -275,7 +278,7 @@ class LabelCheck:
         """Measures the sample pairs, unless their measurement is stored, and logs the result.
 
         With ``judge.low_label_mass=stop``, raises UserError if the result is below ``judge.min_label_mass`` or the
-        labels cannot be read at all; with warn, both are warnings.
+        labels cannot be read at all; with warn, it logs a warning in both cases.
         """
         mass = self.load_measurement()
         if mass is None and self.sample_prompts:
@@ -311,8 +314,8 @@ class LabelCheck:
             write_record(self._record_path, mass.to_dict())
         except OSError as error:
             raise UserError(
-                f"store: the measurement of the judge's labels cannot be written to {folder} ({error}): free some "
-                "space there, or set store=FOLDER to another folder"
+                f"store: the measurement of the judge's labels cannot be written to {folder} ({error}): free up "
+                "space there, or choose a different folder with store=FOLDER"
             ) from error
 
     @cached_property

@@ -34,7 +34,7 @@ def layers_with_attention(num_layers: int) -> tuple[int, ...]:
 
 
 class HeadRow(NamedTuple):
-    """Row of one query head of one layer."""
+    """Row of one query head in one layer."""
 
     layer: int
     head: int
@@ -65,9 +65,10 @@ _FRACTION = re.compile(r"^\s*(\d+)\s*/\s*(\d+)\s*$")
 def resolve_layer(layer: int | str, num_layers: int, key: str = "weights.layer") -> int:
     """Returns the 1-based index of ``layer`` in a model with ``num_layers`` layers.
 
-    ``layer``: a number, "last", or a fraction of the depth, e.g. "1/4" (rounded down, at least 1: 8, 16 and 24 of 32
-    as in the paper). Names and fractions count only layers with softmax attention: "last" is the last of these. "auto"
-    must already have been replaced (``attnpo.lab.auto_layer``). UserError naming ``key`` if there is no such layer.
+    ``layer``: a number, "last", or a fraction of the depth, e.g. "1/4" (rounded down, at least 1: 8, 16 and 24 of 32 as
+    in the paper). Names and fractions count only layers with softmax attention: "last" is the last of these. "auto"
+    must already have been replaced (``attnpo.lab.auto_layer``). Raises UserError naming ``key`` if there is no such
+    layer.
     """
     readable = layers_with_attention(num_layers)
     whole = readable == tuple(range(1, num_layers + 1))
@@ -98,8 +99,8 @@ def describe_layers(layers: Sequence[int]) -> str:
 def distinct_layers(layers: Sequence[int | str], num_layers: int, key: str) -> dict[int, list[str]]:
     """Groups the given layer names by layer index, ascending, in a model with ``num_layers`` layers.
 
-    Different names for the same layer (a fraction or "last" on a shallow model) are merged and logged. UserError naming
-    ``key`` if a name is given twice or a layer is out of range.
+    Different names for the same layer (a fraction or "last" on a shallow model) are merged and logged. Raises UserError
+    naming ``key`` if a name is given twice or a layer is out of range.
     """
     named: dict[int, list[str]] = {}
     for layer in layers:
@@ -117,7 +118,7 @@ def distinct_layers(layers: Sequence[int | str], num_layers: int, key: str) -> d
 
 
 def _named_layer(name: str, layers: Sequence[int]) -> int | None:
-    """Returns the 1-based index of a named layer; fractions count only ``layers``, those with attention."""
+    """Returns the 1-based index of a named layer; fractions count only ``layers``, i.e. those with attention."""
     if name == "last":
         return layers[-1]
     if re.fullmatch(r"-?\d+", name):

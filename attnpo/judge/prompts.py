@@ -1,13 +1,13 @@
 """Judge prompts: the comparison text, its tokens, and which tokens belong to which response.
 
-As in the paper, the judge sees both answers in both orders with hidden labels and is asked for a letter; its attention
-is read at the last prompt token. Spans come from the character positions at which the responses are inserted, never
-from a search for delimiters, so a response may contain anything.
+As in the paper, the judge sees both answers in both orders, without knowing which one was preferred, and is asked for a
+letter. Its attention is read at the last prompt token. Spans come from the character positions at which the responses
+are inserted, never from a search for delimiters, so a response may contain anything.
 
 Differences from the official code: placeholders are substituted in one pass (the official code also replaces an
 "{answer_b}" inside an answer), there is no second BOS, and strings are truncated at character boundaries and the total
-is checked again (the official code truncates tokens and re-encodes them, which can change the length and leave U+FFFD).
-Spans extend to the response's last character unless SpanMode.REFERENCE selects the shorter ones.
+length is checked again (the official code truncates tokens and re-encodes them, which can change the length and leave
+U+FFFD). Spans extend to the response's last character unless SpanMode.REFERENCE selects the shorter ones.
 """
 
 import re
@@ -92,8 +92,8 @@ def allocate_tokens(room: int, question: int, sizes: Sequence[int], max_response
 
     Responses keep at most ``max_response`` tokens each, and the question gets the remaining tokens (decision 10). If
     that would leave the question less than an eighth of the room (with a small judge.max_length), the question keeps an
-    eighth of it (all if shorter), and the responses share the rest evenly. Tokens that a short response does not need
-    go to the other response.
+    eighth of it (or all its tokens if it has fewer), and the responses share the rest evenly. Tokens that a short
+    response does not need go to the other response.
     """
     caps = [min(size, max_response) for size in sizes]
     keep = min(question, max(room // 8, room - sum(caps)))
@@ -105,7 +105,7 @@ def allocate_tokens(room: int, question: int, sizes: Sequence[int], max_response
 
 
 def last_tokens_start(places: Sequence[Range], keep: int, length: int) -> int:
-    """Returns the index of the first character of the last ``keep`` tokens that no earlier token shares.
+    """Returns the character index at which the last ``keep`` tokens start, after any that an earlier token shares.
 
     ``places`` are the tokens' half-open character ranges; ``length`` is the string's number of characters.
     """
@@ -120,7 +120,7 @@ def last_tokens_start(places: Sequence[Range], keep: int, length: int) -> int:
 def count_first_tokens(places: Sequence[Range], keep: int) -> int:
     """Returns the largest number of leading tokens, at most ``keep``, that end at a character boundary.
 
-    If there is none, returns the number of tokens up to the first complete character.
+    If no such number exists, returns the number of tokens up to the first complete character.
     """
     if keep >= len(places):
         return len(places)
@@ -144,11 +144,11 @@ def label_token_ids(chat: ChatFormat, prompt: str, labels: Sequence[str], key: s
         if len(whole) == len(before) + 1 and whole[:-1] == before:
             alone = whole[-1:]
         if len(alone) != 1:
-            raise UserError(f"{key}: {label!r} is {len(alone)} tokens {alone}, expected one: choose another label")
+            raise UserError(f"{key}: {label!r} is {len(alone)} tokens {alone}, expected one: choose a different label")
         if alone[0] == chat.tokenizer.unk_token_id:
             raise UserError(
                 f"{key}: {label!r} is not in the vocabulary of the judge, which reads it as "
-                f"{chat.tokenizer.unk_token!r}: choose another label"
+                f"{chat.tokenizer.unk_token!r}: choose a different label"
             )
         if alone[0] in found:
             raise UserError(f"{key}: {tuple(labels)} are the same token {alone[0]}: choose different labels")
@@ -157,10 +157,10 @@ def label_token_ids(chat: ChatFormat, prompt: str, labels: Sequence[str], key: s
 
 
 def check_prefill(chat: ChatFormat, prompt: str, prefill: str, labels: Sequence[str]) -> None:
-    """Raises UserError unless ``prompt``, which ends in ``prefill``, has the same tokens whichever label follows.
+    """Raises UserError if appending a label changes the tokens of ``prompt``, which ends with ``prefill``.
 
-    Otherwise the label would be scored after different tokens from those that precede a generated label: the
-    tokenizer drops trailing whitespace, or merges the end of the prefill with the label.
+    This happens if the tokenizer drops trailing whitespace or merges the end of the prefill with the label. The label
+    would then be scored after different tokens than those that precede a generated label.
     """
     before, places = chat.tokenize(prompt)
     if not prefill.strip() or not places or places[-1][1] < len(prompt):
@@ -183,7 +183,7 @@ def check_prefill(chat: ChatFormat, prompt: str, prefill: str, labels: Sequence[
 
 @dataclass(frozen=True)
 class TraceSuffix:
-    """Token ids that follow a trace: ``closing`` if the trace did not end by itself, then always ``prefill``."""
+    """Token ids that follow a trace: first ``closing``, if the trace did not end by itself, and then ``prefill``."""
 
     closing: tuple[int, ...]
     prefill: tuple[int, ...]
@@ -195,21 +195,21 @@ class TraceSuffix:
 
 
 def make_trace_suffix(chat: ChatFormat, prompt: str, rules: TraceRules, prefill: str | None) -> TraceSuffix:
-    """Returns the ids after a trace that follows ``prompt``, a rendered string that ends where generation starts.
+    """Returns the token ids that follow a trace; ``prompt`` is the rendered text up to the start of the trace.
 
-    UserError if the prefill closes a trace by itself, or if the judge's tokenizer has no tokens for ``until``.
+    Raises UserError if the prefill closes a trace by itself, or if the judge's tokenizer has no tokens for ``until``.
     """
     until = rules.until
     if prefill is not None and until.strip() in prefill:
         raise UserError(
-            f"judge.prefill={prefill!r} contains the end of a trace, but the prefill comes after the trace and "
-            f"judge.trace.until={until!r}: remove the end of the trace from the prefill"
+            f"judge.prefill={prefill!r} contains the end of a trace (judge.trace.until={until!r}), but the prefill "
+            "already comes after the trace: remove the end of the trace from the prefill"
         )
     closing = _tokens_after(chat, prompt, until)
     if not closing or chat.tokenizer.unk_token_id in closing:
         raise UserError(
             f"judge.trace.until: the judge's tokenizer cannot encode {until!r}, so no trace would end with it: set "
-            "judge.trace.until to the text that ends a trace of this judge"
+            "judge.trace.until to the text that ends this judge's traces"
         )
     return TraceSuffix(tuple(closing), () if prefill is None else tuple(_tokens_after(chat, prompt + until, prefill)))
 
@@ -228,7 +228,7 @@ def check_trace_open(prompt: str, frame_end: str, until: str) -> None:
 
 
 def _tokens_after(chat: ChatFormat, before: str, text: str) -> list[int]:
-    """Returns the ids of ``text`` after ``before``, or of ``text`` alone if the two would merge into one token."""
+    """Returns the token ids of ``text`` after ``before``, or of ``text`` alone if the two would share a token."""
     head, whole = chat.tokenize(before)[0], chat.tokenize(before + text)[0]
     return whole[len(head) :] if whole[: len(head)] == head else chat.tokenize(text, start=False)[0]
 
@@ -239,7 +239,7 @@ _ORDERS = (("chosen", "rejected"), ("rejected", "chosen"))
 
 @dataclass(frozen=True)
 class _JudgedAnswer:
-    """Response as the judge sees it, from character ``start`` on; ``blank``: whether it is empty (shown as a space)."""
+    """Response as the judge sees it, from character ``start`` onwards. ``blank``: it is empty and shown as a space."""
 
     text: str
     start: int
@@ -256,7 +256,7 @@ class _JudgedAnswer:
 
 
 class _TokenizedRound(NamedTuple):
-    """Token ids of a judge prompt, and each answer slot's token range with the response characters it covers."""
+    """Token ids of a judge prompt and, for each answer slot, its token range and the response characters it covers."""
 
     ids: list[int]
     spans: dict[str, Range]
@@ -264,7 +264,7 @@ class _TokenizedRound(NamedTuple):
 
 
 def question_text(prompt: Sequence[Message]) -> str:
-    """Returns the question as the judge reads it: the content of a single user turn, else "role: content" per turn.
+    """Returns the question as the judge reads it: the content of a single user turn, or "role: content" for each turn.
 
     Turns are separated by a blank line. System turns are shown like the others, and an assistant's tool calls as JSON.
     Tool definitions are not shown.
@@ -289,10 +289,10 @@ def _turn_text(turn: Message) -> str:
 
 
 class JudgePromptBuilder:
-    """Builds both rounds of a pair under fixed rules; ``template`` replaces the one in the rules' file.
+    """Builds the judge prompts for both rounds of a pair; ``template`` replaces the one in ``rules.template_file``.
 
-    ``chat`` formats the question to the judge; ``training`` (None: the same) provides the training token ids for IDS.
-    If either round's prompt is too long, both rounds are truncated identically: the question loses its beginning, each
+    ``chat`` formats the question to the judge; ``training`` (default: ``chat``) provides the training ids for IDS. If
+    either round's prompt is too long, both rounds are truncated identically: the question loses its beginning, each
     response loses its end, and only the kept part gets weights. With ``rules.trace``, a prompt ends where the trace
     starts, and ``trace_suffix`` contains the ids that follow the trace.
 
@@ -380,7 +380,7 @@ class JudgePromptBuilder:
         return before if trace is None else before + trace.until + (self.rules.prefill or "")
 
     def _reserved_tokens(self) -> int:
-        """Returns the number of tokens in ``rules.max_length`` reserved for a trace and the ids after it."""
+        """Returns how many of the ``rules.max_length`` tokens are reserved for a trace and the ids after it."""
         trace = self.rules.trace
         return 0 if trace is None or self.trace_suffix is None else trace.max_new_tokens + self.trace_suffix.token_count
 
@@ -389,7 +389,7 @@ class JudgePromptBuilder:
     def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
         """Returns the two rounds: first with the chosen response as answer A, then with the rejected one.
 
-        A token range is empty only if nothing of a response reaches the judge (the tokenizer drops it, or it is
+        A token range is empty only if no part of the response reaches the judge (the tokenizer drops it, or it is
         whitespace at the end of a trimmed message). Raises UserError naming the pair if its text cannot be encoded or
         does not fit.
         """
@@ -523,7 +523,7 @@ class JudgePromptBuilder:
     # ------------------------------------------------------------------------------------------ length
 
     def _ranges_with_accents(self, text: str) -> list[Range]:
-        """Returns the character ranges of a response's tokens such that no cut separates an accent from its letter."""
+        """Returns the character ranges of a response's tokens, extended so that no cut splits off an accent."""
         places = as_array(self.chat.tokenize(text, start=False)[1])
         return as_ranges(extend_over_gaps(places, text, 0, len(text)))
 

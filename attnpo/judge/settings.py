@@ -45,7 +45,7 @@ class TraceRules:
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists keys without effect: greedy decoding does not sample."""
+        """Lists keys that have no effect with greedy decoding, which does not sample."""
         return dict.fromkeys(("top_p", "top_k", "seed"), "judge.trace.temperature=0") if self.temperature == 0 else {}
 
     def fingerprint(self) -> dict[str, object]:
@@ -74,7 +74,7 @@ class SpanMode(Enum):
 
 
 class Turns(Enum):
-    """ALL shows the judge the whole conversation before the responses; LAST only its last user turn (official code)."""
+    """Conversation shown to the judge before the responses: ALL of it, or only its LAST user turn (official code)."""
 
     ALL = "all"
     LAST = "last"
@@ -121,14 +121,14 @@ class JudgeRules:
 
 @dataclass(frozen=True)
 class Judge(JudgeRules):
-    """Settings of a judge: prompt rules (``JudgeRules``) and model.
+    """Settings of a judge: its prompt rules (``JudgeRules``) and its model.
 
-    ``path`` None is the run's own model and chat format. ``chat_template_kwargs``: values for variables of the judge's
-    chat template ({enable_thinking: false}); None uses ``model.chat_template_kwargs`` if the judge is the run's own
-    model, and no values otherwise. ``verdict`` also reads the two label logits, which requires the full depth; without
-    it, the forward pass stops after the deepest stored layer. ``token_budget``: tokens per forward pass; "auto" uses as
-    many as fit according to the memory estimate, or ``TOKEN_BUDGET`` without an estimate. ``other``: a different model
-    is required, so ``path`` None means a model that ``prepare`` has not built yet, never the run's own.
+    ``path`` None means the run's own model and chat format. ``chat_template_kwargs``: values for variables of the
+    judge's chat template ({enable_thinking: false}); None uses ``model.chat_template_kwargs`` if the judge is the run's
+    own model, and no values otherwise. ``verdict`` also reads the two label logits, which requires the full depth;
+    without it, the forward pass stops after the deepest stored layer. ``token_budget``: tokens per forward pass; "auto"
+    uses as many as fit according to the memory estimate, or ``TOKEN_BUDGET`` without an estimate. ``other``: a
+    different model is required, so ``path`` None means a model that ``prepare`` has not built yet, never the run's own.
     ``min_label_mass``: required total probability of both labels at the verdict position, averaged over the first
     prompts. The default is one half: below that, the judge is more likely to generate something other than a verdict.
     ``low_label_mass``: whether to warn or stop if the judge is below this minimum before weights are computed.
@@ -154,14 +154,15 @@ class Judge(JudgeRules):
         check_range("judge", "[0, 1]", min_label_mass=self.min_label_mass)
 
     def unused_keys(self) -> dict[str, str]:
-        """Lists keys without effect: a wording that is the whole prompt does not use the chat template."""
+        """Lists keys that have no effect because the wording is the whole prompt, without a chat template."""
         idle = not self.chat and self.chat_template_kwargs is not None
         return {"chat_template_kwargs": "judge.chat=false"} if idle else {}
 
     def prompt_rules(self, positions: int | None = None) -> JudgeRules:
-        """Returns only the prompt rules, with the template's path resolved, for a judge with ``positions`` positions.
+        """Returns only the prompt rules, with the template's path resolved.
 
-        Prompts are truncated to that many tokens; None if the judge states no limit.
+        ``positions``: the judge's maximum number of positions, to which prompts are truncated; None if it states no
+        limit.
         """
         plain = JudgeRules(**{item.name: getattr(self, item.name) for item in fields(JudgeRules)})
         length = plain.max_length if positions is None else min(plain.max_length, positions)
@@ -173,9 +174,9 @@ class Judge(JudgeRules):
 class OtherJudge:
     """Alternative judge of an experimental setting, used by ``judge=other``.
 
-    ``path`` None is the judge that ``prepare`` builds. ``layer`` is the layer to read. ``align`` and ``length_from``
-    are the values of ``align.method`` and ``objective.length_from`` that suit its tokenizer: levenshtein and source for
-    the run's own tokenizer, characters and train for another.
+    ``path`` None means the judge that ``prepare`` builds. ``layer`` is the layer to read. ``align`` and ``length_from``
+    are the values of ``align.method`` and ``objective.length_from`` that suit its tokenizer: levenshtein and source if
+    it is the run's own tokenizer, otherwise characters and train.
     """
 
     template_file: str

@@ -30,8 +30,8 @@ class TraceGenerator:
     """Continues prompts with a causal LM until it generates ``until``, ends its turn, or reaches the token limit.
 
     ``token_budget``: maximum number of tokens in a batch, prompts and traces together; a batch has at least one prompt.
-    ``end_ids``: ids that end a turn, in addition to those of the tokenizer and the model's folder. UserError if the
-    model cannot generate.
+    ``end_ids``: ids that end a turn, in addition to those of the tokenizer and the model's folder. Raises UserError if
+    the model cannot generate.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TraceGenerator:
     def generate(self, prompts: Sequence[Sequence[int]]) -> Iterator[dict[int, ReasoningTrace]]:
         """Yields the traces by prompt index, batch by batch, longest prompts first.
 
-        UserError if the model's own code fails to generate.
+        Raises UserError if the model's own code fails during generation.
         """
         most = self.sampling.max_new_tokens
         lengths = [len(prompt) for prompt in prompts]
@@ -111,7 +111,7 @@ class TraceCache:
         self._held: dict[str, ReasoningTrace] = {}
 
     def find_traces(self, keys: Sequence[str]) -> dict[str, ReasoningTrace]:
-        """Returns the traces of the ``keys`` that are present."""
+        """Returns the cached traces for ``keys``, without those that are missing."""
         if self.table is None:
             return {key: self._held[key] for key in keys if key in self._held}
         known = [key for key, columns in self.table.columns_present(keys).items() if IDS in columns]
@@ -147,7 +147,7 @@ class ReasoningJudge:
 
     @property
     def num_layers(self) -> int:
-        """Returns the number of layers; they are numbered 1..num_layers."""
+        """Returns the number of layers; layers are numbered from 1."""
         return self.judge.num_layers
 
     def read(

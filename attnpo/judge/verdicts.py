@@ -21,7 +21,7 @@ Z95 = 1.959964  # standard deviations on either side of a 95 % interval
 
 @dataclass(frozen=True)
 class JudgeStatistics:
-    """Fractions between 0 and 1 over ``pairs`` pairs with a verdict in every round; NaN if there are none.
+    """Fractions between 0 and 1 over ``pairs`` pairs with a verdict in every round; NaN if ``pairs`` is 0.
 
     ``agreement``: rounds whose higher label logit picks the chosen response (ties count as half). ``pair_accuracy``:
     pairs whose logit difference, averaged over both orders, picks the chosen response (ties count as half).
@@ -42,7 +42,7 @@ class JudgeStatistics:
 
 
 class JudgeStanding(Enum):
-    """Quality of a judge, from the 95 % interval of its accuracy (averaged over both orders).
+    """Quality of a judge according to the 95 % interval of its accuracy (averaged over both orders).
 
     ``FEW``: undecided, because there are fewer than 20 pairs.
     """
@@ -84,8 +84,8 @@ def judge_statistics(captured: Iterable[PairWeights], label_ids: tuple[int, int]
 def judge_standing(verdicts: JudgeStatistics) -> JudgeStanding:
     """Classifies a judge by whether the 95 % interval of its accuracy (both orders) is above, around or below one half.
 
-    This is the Wilson interval. It contains one half exactly if a test at the 5 % level cannot distinguish the judge
-    from a coin flip.
+    This is the Wilson interval. It contains one half if and only if a test at the 5 % level cannot distinguish the
+    judge from a coin flip.
     """
     if verdicts.pairs < ENOUGH:
         return JudgeStanding.FEW
@@ -95,7 +95,7 @@ def judge_standing(verdicts: JudgeStatistics) -> JudgeStanding:
 
 def describe_accuracy(verdicts: JudgeStatistics) -> str:
     """Describes the judge's standing, its accuracy over both orders, and the interval."""
-    right = f"right in {100 * verdicts.pair_accuracy:.1f} % of {verdicts.pairs} pairs, both orders averaged"
+    right = f"right in {100 * verdicts.pair_accuracy:.1f} % of {verdicts.pairs} pairs, averaged over both orders"
     if verdicts.pairs >= ENOUGH:
         low, high = wilson_interval(verdicts.pair_accuracy, verdicts.pairs)
         right += f" (95 % interval {100 * low:.1f} to {100 * high:.1f})"
@@ -107,8 +107,9 @@ def judge_summary_lines(verdicts: JudgeStatistics) -> tuple[str, str]:
     return (
         f"judge {describe_accuracy(verdicts)}; {100 * verdicts.chosen_first:.1f} % if the chosen answer "
         f"comes first, {100 * verdicts.chosen_second:.1f} % if it comes second",
-        f"judge picks the first answer in {100 * verdicts.first_picked:.1f} % of its verdicts; the orders agree in "
-        f"{100 * verdicts.consistency:.1f} %; {100 * verdicts.other_tokens:.1f} % are neither label",
+        f"judge picks the first answer in {100 * verdicts.first_picked:.1f} % of its verdicts; the two orders agree in "
+        f"{100 * verdicts.consistency:.1f} % of the pairs; {100 * verdicts.other_tokens:.1f} % of verdicts are neither "
+        "label",
     )
 
 
@@ -124,7 +125,7 @@ def judge_warning(verdicts: JudgeStatistics) -> str | None:
     advice = "choose another judge or wording (judge=...)"
     if judge_standing(verdicts) is JudgeStanding.CHANCE:
         low, high = wilson_interval(verdicts.pair_accuracy, verdicts.pairs)
-        told = f"{100 * verdicts.pair_accuracy:.0f} % right of {verdicts.pairs} pairs"
+        told = f"right in {100 * verdicts.pair_accuracy:.0f} % of {verdicts.pairs} pairs"
         told += f", 95 % interval {100 * low:.0f} to {100 * high:.0f}" + (f"; {unlabelled}" if silent else "")
         what = f"the judge does not know which answer is better ({told})"
         return f"{what}: its weights say nothing about preference; {advice}"
@@ -151,7 +152,10 @@ def pairs_with_verdicts(captured: Sequence[PairWeights]) -> list[PairWeights]:
 
 
 def verdict_margin(item: JudgeRound) -> float:
-    """Returns the log-odds in nats of the chosen response's label over the other; ValueError without a verdict."""
+    """Returns the log-odds in nats of the chosen response's label over the other one.
+
+    Raises ValueError if there is no verdict.
+    """
     if item.verdict_logits is None:
         raise ValueError("this round has no verdict")
     difference = float(item.verdict_logits[0]) - float(item.verdict_logits[1])
@@ -195,7 +199,7 @@ class TraceStatistics:
         return f"judge: {self.traces} traces with {self.mean:.1f} tokens on average, at most {self.longest}"
 
     def describe_cut_traces(self) -> str | None:
-        """Describes how many traces were cut, why, and what was done about it; None if none was cut."""
+        """Describes how many traces were cut, why, and what was done about it; None if no trace was cut."""
         if not self.cut:
             return None
         ended = self.cut - self.at_limit
@@ -250,21 +254,21 @@ class LabelMass:
     def describe_share(self) -> str:
         """Describes the share and the most likely tokens, for the log."""
         return (
-            f"judge: {100 * self.share:.3g} % of the probability at the verdict position is on its two labels (mean of "
-            f"{self.prompts} prompts); most likely tokens: {describe_texts(self.written, self.prompts)}"
+            f"judge: {100 * self.share:.3g} % of the probability at the verdict position is on its two labels (mean "
+            f"over {self.prompts} prompts); most likely tokens: {describe_texts(self.written, self.prompts)}"
         )
 
     def describe_shortfall(self, minimum: float) -> str | None:
-        """Describes a share below ``minimum`` and possible remedies; None if it is not below."""
+        """Describes a share below ``minimum`` and suggests remedies; None if the share is high enough."""
         if self.share >= minimum:
             return None
         return (
             f"the judge puts {100 * self.share:.3g} % of its probability on its labels, less than the "
             f"{100 * minimum:.3g} % required by judge.min_label_mass (most likely tokens: "
             f"{describe_texts(self.written, self.prompts)}), so its attention at this position does not reflect a "
-            "verdict. Possible remedies: switch thinking off (judge.chat_template_kwargs), let it reason first "
+            "verdict. Possible remedies: turn thinking off (judge.chat_template_kwargs), let it reason first "
             "(judge.trace), prefill its reply up to the letter (judge.prefill), change the wording "
-            "(judge=..., judge.template_file), or use the letters that it does generate (judge.labels)"
+            "(judge=..., judge.template_file), or use the letters that it actually generates (judge.labels)"
         )
 
 
@@ -276,7 +280,10 @@ def measure_label_mass(
 
 
 def average_label_mass(readings: Sequence[JudgeReading], decode: Callable[[int], str]) -> LabelMass:
-    """Averages ``label_mass`` over ``readings`` and counts the most likely tokens. ValueError if one has no verdict."""
+    """Averages ``label_mass`` over ``readings`` and counts the most likely tokens.
+
+    Raises ValueError if a reading has no verdict.
+    """
     masses = [reading.label_mass for reading in readings]
     tokens = [reading.verdict_token for reading in readings]
     shares = [mass for mass in masses if mass is not None]

@@ -107,7 +107,9 @@ class KTO(LengthScaled):
             ValueError: no mismatched rows were scored before this step.
         """
         if "kl_sum" not in state or "kl_rows" not in state:
-            raise ValueError("KTO needs the sums over the step's mismatched rows, but the batch's state has none")
+            raise ValueError(
+                "KTO needs the sums over the step's mismatched rows, which the batch state does not contain"
+            )
         return state["kl_sum"] / state["kl_rows"]
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:

@@ -208,7 +208,7 @@ def check_is_own_file(said: str, path: Path, mark: Path, written: Sequence[str],
     strange = [file for file in (path, mark) if os.path.lexists(file) and not written]
     if strange or (os.path.lexists(path) and not (path.is_file() and file_digest(path) in written)):
         what = f"{strange[0]} was not written by {maker}" if strange else f"it has changed since {maker} wrote it"
-        raise UserError(f"{said}: {what}; move the file away, or choose another file")
+        raise UserError(f"{said}: {what}; move the file elsewhere or choose a different one")
 
 
 def check_is_marked_file(said: str, path: Path, maker: str) -> None:

@@ -254,7 +254,7 @@ def _send_heartbeats(mark: Path, beat: float, stop: threading.Event) -> None:
             # This process was suspended so long that it seemed dead; its files would now mix with another job's.
             who = "was removed by hand or by a finished job" if lock is None else f"is now held by {lock[2]}"
             log.critical(
-                "%s: its lock %s; other jobs considered this process dead, so it exits now", mark.parents[1], who
+                "%s: the lock %s; other jobs considered this process dead, so it is exiting", mark.parents[1], who
             )
             os._exit(1)
         except OSError:  # a file server that is temporarily unavailable

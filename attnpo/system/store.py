@@ -203,7 +203,7 @@ class StoreTable:
         except OSError as error:
             raise UserError(
                 f"store: {len(content)} bytes cannot be written to {self.folder} ({error}); earlier rows are intact: "
-                "free space there, or choose another folder with store=FOLDER"
+                "free up space there, or choose a different folder with store=FOLDER"
             ) from error
         self._refused.discard(name)
 
@@ -267,7 +267,7 @@ class StoreTable:
             if mark != str(entry.get("key")).encode():
                 raise ValueError("the key differs from the one in the shard's entry")
             if entry["key"] != self._digest:
-                raise _ForeignShard("these shards belong to another key, and so to another folder")
+                raise _ForeignShard("these shards belong to a different key and therefore to a different folder")
             if set(stored.schema_arrow.names) != shard.columns | {PAIR_ID}:
                 raise ValueError("the columns differ from those in the shard's entry")
             if stored.read(columns=[PAIR_ID]).column(PAIR_ID).to_pylist() != entry["pairs"]:

@@ -69,8 +69,8 @@ def test_the_interval_is_wilsons() -> None:
 def test_a_judge_that_a_coin_might_be_is_warned_of() -> None:
     """Of 400 verdicts of a coin, 95 % are right in 181 to 219: one half and 1.96 half-standard errors, 9.8 each."""
     assert told(0.51, 400) == (
-        "the judge does not know which answer is better (51 % right of 400 pairs, 95 % interval 46 to 56): its weights "
-        "say nothing about preference; choose another judge or wording (judge=...)"
+        "the judge does not know which answer is better (right in 51 % of 400 pairs, 95 % interval 46 to 56): its "
+        "weights say nothing about preference; choose another judge or wording (judge=...)"
     )
     assert "100 % of its verdicts name no label): its weights" in str(told(0.51, 400, other=1.0))
     assert told(219.5 / 400, 400) is not None and told(220 / 400, 400) is None

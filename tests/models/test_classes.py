@@ -109,7 +109,7 @@ def test_a_model_that_cannot_run_in_training_mode_is_refused_with_the_field(tmp_
     ("kind", "reason"),
     [
         ("stablelm", "layer 1 does not forward its keyword arguments"),
-        ("doge", "the attention of layer 1 cannot be read (its own code operates on the mask)"),
+        ("doge", "the attention of layer 1 cannot be read (the model's own code operates on the mask)"),
         ("falcon", "none of its layers uses transformers' AttentionInterface"),
     ],
 )
@@ -121,7 +121,7 @@ def test_maps_are_taken_where_nothing_better_is_exact_and_that_is_said(
         for _ in range(2):
             judge.read(PROMPTS[-1:], layers=[2])
     (line,) = [record.getMessage() for record in caplog.records if "the maps of eager attention" in record.msg]
-    assert reason in line and "64 B x T x T of memory" in line, "4 layers, 4 heads, 4 bytes"
+    assert reason in line and "64 * T * T bytes of memory" in line, "4 layers, 4 heads, 4 bytes"
 
 
 def test_maps_and_rows_are_the_same_numbers(tmp_path: Path) -> None:

@@ -68,15 +68,16 @@ def test_fits_lines_and_the_passport_say_the_same_numbers() -> None:
     assert statistics.pair_accuracy == found["averaged"].value
     assert statistics.consistency == found["agree"].value
     assert judge_summary_lines(statistics) == (
-        "judge too few pairs to say: right in 62.5 % of 4 pairs, both orders averaged; 75.0 % if the chosen answer "
-        "comes first, 25.0 % if it comes second",
-        "judge picks the first answer in 75.0 % of its verdicts; the orders agree in 50.0 %; 0.0 % are neither label",
+        "judge too few pairs to say: right in 62.5 % of 4 pairs, averaged over both orders; 75.0 % if the chosen "
+        "answer comes first, 25.0 % if it comes second",
+        "judge picks the first answer in 75.0 % of its verdicts; the two orders agree in 50.0 % of the pairs; "
+        "0.0 % of verdicts are neither label",
     )
 
 
 def test_the_first_line_has_the_interval() -> None:
     assert judge_summary_lines(stats(0.75, 400))[0].startswith(
-        "judge above chance: right in 75.0 % of 400 pairs, both orders averaged (95 % interval 70.5 to 79.0);"
+        "judge above chance: right in 75.0 % of 400 pairs, averaged over both orders (95 % interval 70.5 to 79.0);"
     )
 
 
