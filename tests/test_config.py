@@ -147,7 +147,7 @@ def test_later_overlays_win_and_the_command_line_beats_all() -> None:
         ("seed.x=3", ["seed.x", "`seed` is a value"]),
         ("weights=atention", ["weights/atention", "attention, mixture"]),
         ("experiment=sinkles", ["experiment/sinkles", "did you mean experiment=sinkless?"]),
-        ("seed=[1", ["seed=[1 cannot be parsed (", "or spaces in quotes"]),
+        ("seed=[1", ["seed=[1 cannot be parsed (", "spaces must be quoted"]),
         ("seed=1,2", ["--multirun"]),
         (
             "weights=null",

@@ -1,8 +1,8 @@
 """Composes configs with Hydra, parses them into typed components, and resolves config paths.
 
 Only this file uses Hydra. Importing this module, ``--help`` and ``--cfg`` do not load torch. Parsing imports the
-modules of the targets, which must therefore import quickly. Each choice of options is composed once per process; the
-runs of a study differ in single values, which are set in a copy.
+modules of the targets, which must therefore import quickly. Each combination of group options is composed once per
+process. The runs of a study differ only in single values, which are set in a copy.
 """
 
 import difflib
@@ -92,7 +92,7 @@ def _config_folders(config_dir: Path | None) -> list[Path]:
 
 
 def list_groups(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Lists the options of each config group, shipped or in ``config_dir``; files named ``_...`` are not options."""
+    """Lists each config group's options, both shipped and in ``config_dir``; files named ``_...`` are skipped."""
     found: dict[str, set[str]] = {}
     for folder in _config_folders(config_dir):
         for file in folder.rglob("*.yaml"):
@@ -182,7 +182,7 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
 
 
 def _needs_hydra(one: Override, grouped: bool) -> bool:
-    """Returns whether only Hydra can apply an override: it neither selects a group option nor sets a single value."""
+    """Returns whether an override needs Hydra because it neither selects a group option nor sets a single value."""
     if one.is_hydra_override() or one.key_or_group.partition(".")[0] == "composed" or one.is_sweep_override():
         return True
     # Hydra treats a mapping given for a group as a value.
@@ -276,12 +276,12 @@ def expand_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> li
 
 
 def format_hydra_error(error: Exception) -> str:
-    """Formats a Hydra error in a few lines, without tabs and links."""
+    """Formats a Hydra error in a few lines, without tabs or links."""
     if isinstance(error, OverrideParseException):
         reason = re.sub(r"^Error parsing override .*\n", "", str(error)).partition("\n")[0]
         return (
-            f"{error.override} cannot be parsed ({reason}): put a value with brackets, commas, quotes or spaces in "
-            "quotes, e.g. \"KEY='a, b'\""
+            f"{error.override} cannot be parsed ({reason}): values that contain brackets, commas, quotes or "
+            "spaces must be quoted, e.g. \"KEY='a, b'\""
         )
     lines = [str(error).partition("\nConfig search path")[0]]
     if isinstance(error.__cause__, OmegaConfBaseException):
@@ -292,7 +292,7 @@ def format_hydra_error(error: Exception) -> str:
 
 
 def suggest_option(text: str, overrides: Sequence[str], known: dict[str, list[str]]) -> str:
-    """Extends Hydra's error ``text`` with the closest valid option, or with how to remove a group set to null."""
+    """Adds the closest valid option to Hydra's error ``text``, or says how to remove a group that is set to null."""
     missing = re.search(r"Could not find '(.+)/([^/']+)'", text)
     if missing is not None and missing[1] in known:
         return text.replace(missing[0], missing[0] + did_you_mean(missing[2], known[missing[1]], f"{missing[1]}="), 1)
@@ -366,7 +366,7 @@ def describe_unknown_key(
         leaves = {found.rpartition(".")[2]: found for found in _leaf_keys(root) if not found.startswith("composed.")}
         places = {**leaves, **{name: name for name in names}}
         closest = [places[name] for name in difflib.get_close_matches(wrong, places, 5, 0)]
-        return f"{said}\nclosest: {', '.join(closest)}; all: --help"
+        return f"{said}\nclosest keys: {', '.join(closest)}; run with --help to list all"
     return f"{said}\n`{path or name}` has: {', '.join(sorted(set(names)))}"
 
 
@@ -440,7 +440,7 @@ class RootConfig:
     def check_output_paths(self, name: str, *paths: Path) -> None:
         """Checks that the output files ``paths``, set by the key ``name``, are not inputs of this config.
 
-        Inputs are all files named by a value and, in a folder named by a key ``path``, the files of the data splits.
+        Inputs are all files named by a value, and the data split files in any folder named by a key ``path``.
 
         Raises:
             UserError: an output would overwrite an input.
@@ -454,7 +454,9 @@ class RootConfig:
             for path in paths:
                 split = path.name.partition(".")[0] in names and any(_is_same_file(path.parent, one) for one in folders)
                 if split or (_is_same_file(path, place) and not path.is_dir()):
-                    raise UserError(f"{name}={path} is an input of this command ({key}={text}): write to another file")
+                    raise UserError(
+                        f"{name}={path} is an input of this command ({key}={text}): choose a different output file"
+                    )
 
 
 def _is_same_file(path: Path, other: Path) -> bool:
@@ -566,7 +568,7 @@ def to_container(cfg: DictConfig) -> dict[str, Json]:
 
 
 def to_yaml(values: Mapping[str, Json]) -> str:
-    """Formats a config's plain values as YAML without secrets; parsing it returns the same values."""
+    """Formats a config's plain values as YAML with secrets masked; all other values are read back unchanged."""
     saved = to_savable(values)
     if (found := digest_env_values(values)) and isinstance(composed := saved.get("composed"), dict):
         composed["environment"] = found

@@ -41,7 +41,7 @@ def bookkeeping_keys(part: object, path: str = "") -> Iterator[str]:
 
 
 def to_config(component: object) -> dict[str, Json]:
-    """Converts a component to config values: its keys and ``_target_``, with enums by value."""
+    """Converts a component to config values: its keys and ``_target_``, with enum members replaced by their values."""
     kind = type(component)
     items = dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()
     keys = {item.name: _to_config_value(getattr(component, item.name)) for item in items if item.init}

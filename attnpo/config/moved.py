@@ -1,4 +1,4 @@
-"""Current import paths of moved components, so that older saved configs still load; removed in 0.2.0."""
+"""Current import paths of moved components, which let older saved configs load; to be removed in 0.2.0."""
 
 import logging
 from functools import cache

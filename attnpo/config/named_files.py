@@ -1,4 +1,4 @@
-"""Finds and hashes the files and modules named by settings, in the working directory or among the configs."""
+"""Finds and hashes files and modules named in settings; searches the working directory and the configs."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from attnpo.system.source_digest import PACKAGE
 
 
 def find_file(name: str, key: str) -> Path:
-    """Returns the path of the file ``name``. Raises UserError for the config key ``key`` if it does not exist."""
+    """Returns the path of the file ``name``. Raises UserError naming the config key ``key`` if it does not exist."""
     if (found := _existing_file(name)) is None:
         raise UserError(f"{key}={name}: no such file in {Path.cwd()} or among the configs in {CONFIG_DIR}")
     return Path(found).resolve()
@@ -42,9 +42,10 @@ def is_at_or_below(key: str, parents: Sequence[str]) -> bool:
 
 
 def digest_named_files(values: Mapping[str, object]) -> dict[str, str]:
-    """Returns, by key, digests of files named by flat settings and of modules of components outside the package.
+    """Returns digests, by key, of files named in flat settings and of modules of components outside the package.
 
-    A component outside the package may name files under any key; within the package only keys matching ``FILES`` do.
+    A component outside the package may name files under any key. In the package, only keys matching ``FILES`` name
+    files.
     """
     texts = {key: value for key, value in values.items() if isinstance(value, str)}
     code = {key: _module_file(text) for key, text in texts.items() if _is_import_path_key(key)}
@@ -56,7 +57,7 @@ def digest_named_files(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def digest_named_functions(values: Mapping[str, Json]) -> dict[str, str]:
-    """Returns, by key, digests of the modules of functions named by a config that are outside the package."""
+    """Returns digests, by key, of the modules of all functions that a config names outside the package."""
     return digest_named_files({key: value for key, value in flatten(values) if key in FUNCTIONS})
 
 

@@ -1,4 +1,4 @@
-"""Parses config values by type hints; used through ``attnpo.config.compose``.
+"""Parses config values according to type hints; used through ``attnpo.config.compose``.
 
 A mapping with ``_target_`` becomes a component. A frozen dataclass is its own schema. All problems are reported
 together, under the keys as the user types them. Enum values may be given in upper or lower case, and lists become
@@ -8,8 +8,8 @@ A config names code to run. Therefore only ``attnpo`` and the packages listed in
 ATTNPO_ALLOW_TARGETS (``mine,ours``) are imported, and only frozen dataclasses that implement the expected interface are
 instantiated.
 
-A component may have a method ``unused_keys() -> dict[str, str]`` that maps keys without effect, given the other keys,
-to the reasons.
+A component may have a method ``unused_keys() -> dict[str, str]`` that maps each key that has no effect, given the other
+keys, to the reason.
 """
 
 import dataclasses
@@ -231,7 +231,7 @@ def _null_parent(node: DictConfig | ListConfig, key: str) -> str | None:
 
 
 def add_origin_keys(problems: Sequence[str], origins: dict[str, str]) -> list[str]:
-    """Adds the source key to each problem of an interpolated value; drops it if that key has its own problem."""
+    """Adds the source key to problems of interpolated values; drops a problem if the source key already has one."""
     told = []
     for problem in problems:
         key, _, rest = problem.partition(": ")

@@ -2,7 +2,7 @@
 
 Kept mass is the share of a response's absolute weights (on the source's own tokens, after transforms) that reaches
 training tokens containing text. The rest is lost because the training tokenizer splits the text differently or because
-training truncates it. Text that the source never read has no weight to lose.
+training truncates it. Text that the source never saw has no weight, so nothing is lost there.
 """
 
 import math
@@ -52,12 +52,12 @@ class PairCoverage(Protocol):
 
     @property
     def kept_mass(self) -> tuple[float, float]:
-        """Returns the share of each side's absolute weights that is kept."""
+        """Returns the share of each side's total absolute weight that is kept."""
 
 
 @dataclass(frozen=True)
 class WeightCoverage:
-    """Mean coverage, source coverage and kept mass over responses; all NaN if there are no pairs."""
+    """Coverage, source coverage and kept mass, averaged over responses; all are NaN if there are no pairs."""
 
     coverage: float
     source_coverage: float
@@ -66,7 +66,7 @@ class WeightCoverage:
 
     @classmethod
     def mean_over(cls, pairs: Sequence[PairCoverage]) -> "WeightCoverage":
-        """Averages the coverage of ``pairs``, rounded as in a run's result."""
+        """Averages the coverage of ``pairs`` and rounds it as in a run's result."""
         count = len(pairs)
         if not count:
             return cls(*[math.nan] * 4)

@@ -1,4 +1,4 @@
-"""Base classes of weight sources. Layers are counted from 1 as in the paper (32 is the last of 32)."""
+"""Base classes for weight sources. Layers are numbered from 1, as in the paper (layer 32 is the last of 32)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +31,10 @@ SomeSource = TypeVar("SomeSource", bound="WeightSource")
 
 @dataclass(frozen=True)
 class ScorerModel:
-    """Causal LM that scores training tokens; if ``path`` is None, the run's own model before training.
+    """Causal LM that scores training tokens. If ``path`` is None, it is the run's own model before training.
 
-    ``instruction`` is added to the last user turn, after a blank line, when this scorer reads a pair. The chat format
-    is always the run's.
+    ``instruction`` is added to the last user turn, after a blank line, when this scorer reads a pair. All scorers use
+    the run's chat format.
     """
 
     path: str | None = None
@@ -44,13 +44,11 @@ class ScorerModel:
 
     def __post_init__(self) -> None:
         if self.instruction is not None and not self.instruction.strip():
-            raise UserError(
-                "a scorer's instruction must contain text; set it to null for a scorer without an instruction"
-            )
+            raise UserError("a scorer's instruction must contain text; set it to null to use no instruction")
 
     def unused_keys(self) -> dict[str, str]:
         """Lists keys that have no effect: ``revision``, if ``path`` is None."""
-        return {"revision": "the scorer is the model itself (path=null)"} if self.path is None else {}
+        return {"revision": "the scorer is the run's own model (path=null)"} if self.path is None else {}
 
     def fingerprint(self) -> dict[str, object]:
         """Returns the instruction, if there is one. The run adds the fingerprint of the model's weights."""
@@ -58,15 +56,16 @@ class ScorerModel:
 
 
 class WeightSource(ABC):
-    """Base class of all sources of token weights. A custom source is a frozen dataclass that subclasses one below.
+    """Base class of all token-weight sources. Custom sources are frozen dataclasses that subclass one of those below.
 
-    ``kind``: whether a row contains a distribution over the response, or factors that are used unchanged. ``signed``:
-    whether weights may be negative. ``tokens``: "source" for rows on the source's own tokens, which are then aligned;
-    "train" for rows on the training ids. ``requires``: which of "judge", "generator", "scorers" and "reward" must be
-    loaded; empty if none. ``columns``: data columns that the source reads from ``PreferencePair.extra``.
-    ``postprocess``: rules that turn the rounds into one distribution; None uses the plain mean of the rounds.
-    ``partial``: the source may leave tokens without a weight. A raw 0 then means "no weight", and a pair is dropped if
-    a response has weights for less than ``min_coverage`` of its tokens, unless the run sets another minimum.
+    ``kind``: whether a row is a distribution over the response or consists of factors that are used unchanged.
+    ``signed``: whether weights may be negative. ``tokens``: "source" for rows on the source's own tokens, which are
+    then aligned; "train" for rows on the training ids. ``requires``: which of "judge", "generator", "scorers" and
+    "reward" must be loaded; empty if nothing is needed. ``columns``: data columns that the source reads from
+    ``PreferencePair.extra``. ``postprocess``: rules that turn the rounds into one distribution; None uses the plain
+    mean of the rounds. ``partial``: the source may leave tokens without a weight. A raw 0 then means "no weight", and a
+    pair is dropped if a response has weights for less than ``min_coverage`` of its tokens, unless the run sets a
+    different minimum.
     """
 
     kind: ClassVar[Kind] = Kind.DISTRIBUTION
@@ -83,7 +82,7 @@ class WeightSource(ABC):
         return self
 
     def layers_to_store(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the layers to store, 1-based and ascending; (0,) means one row without a layer, () no rows."""
+        """Returns the layers to store, 1-based and ascending. (0,) means one row without a layer; () means no rows."""
         return ()
 
     def rows_to_store(self, num_layers: int, num_heads: Callable[[], int]) -> tuple[StoredRow, ...]:
@@ -95,22 +94,22 @@ class WeightSource(ABC):
         return ()
 
     def capture_fingerprint(self) -> Mapping[str, object]:
-        """Returns all settings that affect the stored values; layer, heads and post-processing are not among them."""
+        """Returns all settings that affect the stored values; layer, heads and post-processing do not affect them."""
         return {"source": type(self).__name__.lower()}
 
     @abstractmethod
     def capture(
         self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[StoredRow, ...]
     ) -> list[PairWeights]:
-        """Returns the raw weights of ``pairs`` in order, read with the loaded model; one row for each of ``layers``."""
+        """Computes the raw weights of ``pairs``, in order, with the loaded model: one row for each of ``layers``."""
 
     def select(self, captured: PairWeights, layers: tuple[StoredRow, ...]) -> PairWeights:
-        """Returns ``captured`` (rows of ``layers``) reduced to the one row that this source uses."""
+        """Reduces ``captured``, which has the rows ``layers``, to the one row that this source uses."""
         return captured
 
 
 class CapturedSource(WeightSource):
-    """Source whose weights come from a model: they are captured once and stored raw; each use selects from them.
+    """Source whose raw weights are captured from a model once and stored. Each use selects from the stored rows.
 
     By default there is one row without a layer, stored as layer 0.
     """
@@ -127,10 +126,10 @@ class CapturedSource(WeightSource):
 
 
 class ScoredSource(CapturedSource):
-    """Source that compares the scores of other models on the training tokens (``requires`` "scorers").
+    """Source that compares how two models score the training tokens (``requires`` is "scorers").
 
-    ``name``: the value of ``weights`` in the config that selects this source. ``compares_whole``: whether it compares
-    full next-token distributions, which requires vocabularies of the same size.
+    ``name``: the value of ``weights`` in the config that selects this source. ``compares_whole``: whether the source
+    compares full next-token distributions, which requires vocabularies of the same size.
     """
 
     name: ClassVar[str]
@@ -147,10 +146,10 @@ class ScoredSource(CapturedSource):
 
 
 class TextSource(WeightSource):
-    """Source whose weights each run computes on the training tokens, without a model or the store.
+    """Source whose weights are computed from the training tokens in each run, without a model or the store.
 
-    ``name``: the value of ``weights`` in the config that selects this source. ``neutral``: whether all its weights are
-    equal, so an objective that ignores token weights loses nothing.
+    ``name``: the value of ``weights`` in the config that selects this source. ``neutral``: whether all weights are
+    equal, in which case an objective may ignore them.
     """
 
     name: ClassVar[str] = "of one's own"
@@ -164,7 +163,7 @@ class TextSource(WeightSource):
     def capture(
         self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[StoredRow, ...]
     ) -> list[PairWeights]:
-        """Raises UserError: these weights are never stored."""
+        """Raises UserError, because these weights are never stored."""
         name = type(self).__name__
         raise UserError(f"the weights of {name} are computed in each run and never stored; run attnpo.fit directly")
 
@@ -190,10 +189,10 @@ Uncaptured = TextSource  # its name before 0.2.0
 
 
 class OnlineSource(TextSource):
-    """Source that computes each batch's weights from statistics of the training step; they are equal before training.
+    """Source that computes the weights of each batch from training-step statistics. Before training, they are equal.
 
-    ``statistics``: the parts of ``TokenStats`` that the source reads besides the log-probabilities, named as in an
-    objective's ``requires``.
+    ``statistics``: the parts of ``TokenStats`` that the source reads in addition to the log-probabilities, named as in
+    an objective's ``requires``.
     """
 
     statistics: ClassVar[frozenset[str]] = frozenset()
@@ -206,10 +205,10 @@ class OnlineSource(TextSource):
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"] | PairedWeights:
-        """Returns the weights of the batch's main rows, from detached statistics; 0 outside the response.
+        """Computes the weights of the batch's main rows from detached statistics. They are 0 outside the response.
 
         A source may also return a weight for each pair (finite, at least 0). A weight of 0 removes the pair from the
-        step's loss; the loss is still divided by the number of all pairs.
+        step's loss; the loss is still divided by the total number of pairs.
         """
 
 
@@ -228,12 +227,12 @@ def online_statistics(source: WeightSource) -> frozenset[str]:
 
 
 def is_neutral(source: WeightSource) -> bool:
-    """Returns whether ``source`` requires no model and has equal token weights, so that any objective may ignore it."""
+    """Returns whether ``source`` requires no model and has equal token weights, so any objective may ignore it."""
     return not source.requires and not (isinstance(source, TextSource) and not source.neutral)
 
 
 def required_coverage(source: WeightSource, asked: float | None = None) -> float:
-    """Returns the minimum coverage of a pair: ``asked`` if given, else the source's minimum (0 if not partial)."""
+    """Returns the minimum coverage of a pair: ``asked`` if given, else the source's minimum (0 unless partial)."""
     if asked is not None:
         return asked
     return source.min_coverage if source.partial else 0.0

@@ -1,4 +1,4 @@
-"""Batched version of ``postprocess`` and ``text.alignment``: the weights of many responses at once, on flat arrays.
+"""Batched versions of ``postprocess`` and ``text.alignment`` that process many responses at once.
 
 The rows of a chunk are concatenated in flat arrays. Only operations that do not depend on the order of addition run on
 these arrays, and torch sums each row separately. The results are therefore bit-identical to processing each response on
@@ -60,7 +60,7 @@ def postprocess_responses(
 ) -> list[tuple[Float[Tensor, " _"], bool] | None]:
     """Applies ``rule`` to each response's rounds; returns the weights, and whether the raw weights were all 0.
 
-    Only responses with one or two rounds on the same tokens are handled; the others are None.
+    Only responses with one or two rounds on the same tokens are handled; all others yield None.
     """
     found: list[tuple[Tensor, bool] | None] = [None] * len(responses)
     for rounds in (1, 2):
@@ -79,7 +79,7 @@ def _is_plain(parts: Sequence[TokenWeights]) -> bool:
 def _postprocess_rounds(
     rule: Postprocess, rounds: Sequence[Sequence[TokenWeights]]
 ) -> list[tuple[Float[Tensor, " _"], bool] | None]:
-    """Applies ``rule`` to rounds of equal length; ``rounds``: the rows of the first round, then those of the next."""
+    """Applies ``rule`` to rounds of equal length. ``rounds[0]`` has the rows of the first round, and so on."""
     rows = _FlatRows([part.token_ids.numel() for part in rounds[0]])
     raw = [torch.cat([part.weights for part in parts], dim=1)[0].double().numpy() for parts in rounds]
     ids = [torch.cat([part.token_ids for part in parts]).numpy() for parts in rounds]
@@ -144,7 +144,7 @@ class AlignedResponse(NamedTuple):
 
     @property
     def coverage(self) -> float:
-        """Returns the share of tokens containing text that have a counterpart; 1 if there are no such tokens."""
+        """Returns the share of text tokens that have a counterpart; 1 if there are no text tokens."""
         return self.partnered / self.content if self.content else 1.0
 
 
@@ -156,8 +156,9 @@ def align_responses(
 ) -> list[AlignedResponse | None]:
     """Aligns weights with the training tokens if both tokenizations agree up to the end of the shorter one.
 
-    Each item of ``responses`` has the source tokens, their weights, and a mask of the tokens that have a weight (None
-    for all). Training tokens without characters get 1/n if ``end_is_mean`` (n is the number of source tokens), else 0.
+    Each item of ``responses`` consists of the source tokens, their weights, and a mask of the tokens that have a weight
+    (None if all have one). Training tokens that contain no response text get 1/n if ``end_is_mean`` (n is the number of
+    source tokens), else 0.
     """
     fits = [
         row.token_ids.numel() == len(row.offsets) == len(weights) and len(onto.response_ids) == len(onto.offsets)

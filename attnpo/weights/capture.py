@@ -1,8 +1,8 @@
-"""Captured weights and reference log-probabilities in the store: keys, columns, and computation of missing entries.
+"""Stores captured weights and reference log-probabilities: keys, columns, and computation of missing entries.
 
-The key includes all settings that affect the stored values. Layer, heads, sink and order of normalisation are not among
-them, so all studies of these settings share one judge pass. The key does record whether rows are means over heads or
-single heads: single heads have a separate table, because there are so many of them.
+The key includes all settings that affect the stored values. It does not include layer, heads, sink or order of
+normalisation, so all studies of these settings share one judge pass. The key does record whether rows are single heads
+or means over heads. Single heads are stored in a separate table because there are so many of them.
 """
 
 import time
@@ -71,7 +71,7 @@ def reference_key(
 ) -> dict[str, object]:
     """Returns the store key of reference log-probabilities, built from model, chat format and truncation.
 
-    ``model`` (weights, dtype, kernel family) and ``chat`` are fingerprints; ``keep`` names the end that truncation
+    ``model`` (weights, dtype, kernel family) and ``chat`` are fingerprints; ``keep``: which end of the text truncation
     keeps.
     """
     return {
@@ -89,7 +89,7 @@ def reference_key(
 
 @dataclass(frozen=True)
 class UnreadablePair(PairWeights):
-    """Pair that cannot be shown to the judge; has a reason instead of rounds.
+    """Pair that cannot be shown to the judge. It has a reason instead of rounds.
 
     ``reason``: generic wording shared by all pairs with the same problem. ``story``: details of this pair.
     """
@@ -101,7 +101,7 @@ class UnreadablePair(PairWeights):
 def prepare_pairs(
     pairs: Sequence[PreferencePair], show: Callable[[PreferencePair], _Shown]
 ) -> tuple[dict[str, _Shown], dict[str, UnreadablePair]]:
-    """Calls ``show`` on each pair; returns the results, and the pairs for which it raised RefusedText, both by id."""
+    """Calls ``show`` on each pair; returns two dicts by pair id: the results, and the pairs that raised RefusedText."""
     shown: dict[str, _Shown] = {}
     refused: dict[str, UnreadablePair] = {}
     for pair in pairs:
@@ -115,11 +115,11 @@ def prepare_pairs(
 def store_captured(
     table: StoreTable, captured: Sequence[PairWeights], layers: Sequence[StoredRow], seconds: float | None = None
 ) -> None:
-    """Appends captured pairs to ``table``: the rows of ``layers`` (in the order of the weight rows), tokens, verdicts.
+    """Appends captured pairs to ``table``, including their tokens and verdicts.
 
-    A column concatenates the rounds, each with the chosen and then the rejected response. Rows are float32 or narrower.
-    A pair that the source could not read has no rounds; its reason is stored in a separate column. ``seconds``:
-    duration of the capture.
+    ``layers`` lists the weight rows in order. Each column concatenates the rounds, and within a round the chosen
+    response comes first. Rows are float32 or narrower. A pair that the source could not read has no rounds; its reason
+    is stored in a separate column. ``seconds``: duration of the capture.
     """
     rows = {}
     for pair in captured:
@@ -152,7 +152,7 @@ def load_captured(table: StoreTable, pair_ids: Sequence[str], layers: Sequence[S
 
 
 class CapturedRows(Mapping[str, PairWeights]):
-    """Captured weights of pairs, read from the store's table in blocks, in the order of the pairs."""
+    """Captured weights by pair id, read from the store's table in blocks, in the order of the pairs."""
 
     def __init__(self, table: StoreTable, pair_ids: Sequence[str], layers: Sequence[StoredRow]) -> None:
         self._table, self._ids, self._layers = table, pair_ids, layers
@@ -166,7 +166,7 @@ class CapturedRows(Mapping[str, PairWeights]):
         return self._some[pair_id]
 
     def iterate_rounds(self) -> Iterator[PairWeights]:
-        """Yields every pair with its rounds (verdicts, traces) but without tokens and weights."""
+        """Yields each pair with its rounds (verdicts and traces) but without tokens or weights."""
         for begin in range(0, len(self._ids), AT_ONCE):
             yield from unpack_rounds(self._table.read(self._ids[begin : begin + AT_ONCE], ROUNDS, OPTIONAL_COLUMNS))
 
@@ -204,10 +204,10 @@ def estimate_bytes(tokens: int, rows: int) -> int:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """Report of ``ensure_captured``: pairs found in the store, pairs computed, seconds, and why none was found.
+    """Report of ``ensure_captured``: how many pairs were in the store, how many were computed, and how long it took.
 
-    ``difference``: the first part of the key in which the most similar stored table differs; None if some pairs were
-    found.
+    ``difference``: if no pair was found in the store, the first part of the key in which the most similar stored table
+    differs; otherwise None.
     """
 
     hits: int
@@ -312,7 +312,7 @@ def load_logps(
     """Returns the stored log-probabilities (chosen, rejected) by pair id.
 
     UserError if a pair is missing, or if a row does not have the length given by ``lengths`` (number of response tokens
-    of each side).
+    on each side).
     """
     logps = {}
     for pair_id, row in table.read(pair_ids, list(SIDES)).items():
@@ -369,9 +369,9 @@ def pack_traces(pair: PairWeights) -> dict[str, Cell] | None:
 
 
 def unpack_pairs(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[StoredRow]) -> dict[str, PairWeights]:
-    """Rebuilds pairs from stored columns, given by pair id: tokens, ``layers``, and verdicts and traces if present.
+    """Rebuilds pairs from their stored columns: tokens, ``layers`` and, if present, verdicts and traces.
 
-    The tensors are views of shared tensors. UserError if the columns do not match.
+    The columns are given by pair id. The tensors are views of shared tensors. UserError if the columns do not match.
     """
     if not stored:
         return {}
@@ -409,7 +409,7 @@ def unpack_pairs(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[Stor
 
 
 def unpack_rounds(stored: Mapping[str, Mapping[str, Cell]]) -> Iterator[PairWeights]:
-    """Rebuilds pairs from their stored ``ROUNDS`` and ``OPTIONAL_COLUMNS``, given by pair id, without tokens."""
+    """Rebuilds pairs, without tokens, from their stored ``ROUNDS`` and ``OPTIONAL_COLUMNS`` (by pair id)."""
     for pair_id, row in stored.items():
         known = _read_arrays(row[TOKENS])
         rounds = zip(known["chosen_is_a"].tolist(), known["cut"].tolist(), strict=True)

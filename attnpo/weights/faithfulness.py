@@ -1,9 +1,9 @@
-"""Faithfulness of token weights without ground truth: how far the log-odds drop without the top-weighted tokens.
+"""Faithfulness of token weights without ground truth: how much removing the top-weighted tokens lowers the log-odds.
 
-The top-weighted share of both responses' tokens is removed from the text (or is all that remains). The run's own prompt
-builder then rebuilds the judge prompt, so that chat format and both orders are the same, and the verdict's log-odds are
-read. The same is done with an equal number of random tokens at similar positions. Only the difference between the two
-is meaningful, since any removal damages a response.
+The tokens with the largest weights are removed from both responses (or all others are). The run's own prompt builder
+then rebuilds the judge prompt with the same chat format and in both orders, and the log-odds of the verdict are read.
+The same is done with an equal number of random tokens at similar positions. Only the difference between the two is
+meaningful, since any removal damages a response.
 """
 
 import math
@@ -27,7 +27,7 @@ from attnpo.weights.pipeline import compute_source_weights
 
 VERSION = 1  # increase when a number below changes its meaning
 TOKENS_PER_BIN, MOST_BINS = 8, 10
-EMPTIED, REFUSED = "responses left empty", "pairs left out, their shortened text cannot be shown"
+EMPTIED, REFUSED = "responses left empty", "pairs skipped because their shortened text cannot be shown"
 _AT_ONCE = 4096  # prompts per call of the judge: bounds their memory, changes no result
 
 Range = tuple[int, int]
@@ -45,11 +45,11 @@ class RemovalMode(Enum):
 class RemovalSettings:
     """Settings for token removal: the shares of tokens to remove or keep, and the random removals for comparison.
 
-    ``shares`` of a response's tokens are rounded to whole tokens, at least one. ``draws`` random removals per share are
-    averaged. Draws are keyed by (seed, pair id, side, draw), so two weightings that select from the same positions are
-    compared with the same draws. The judge reads each draw in only one order of the answers, which alternates over
-    draws. With an even number of draws the judge's position bias cancels within each pair; with an odd number it
-    cancels only over pairs.
+    ``shares``: fractions of a response's tokens, rounded to whole tokens (at least one). ``draws``: number of random
+    removals that are averaged per share. Draws are keyed by (seed, pair id, side, draw), so two weightings that select
+    from the same positions are compared with the same draws. The judge reads each draw in only one order of the
+    answers, which alternates over draws. With an even number of draws the judge's position bias cancels within each
+    pair; with an odd number it cancels only on average over pairs.
     """
 
     shares: tuple[float, ...] = (0.1, 0.2, 0.4)
@@ -79,7 +79,7 @@ Rankings = Mapping[str, Mapping[str, TokenRanking]]  # by pair id, then side
 
 @dataclass(frozen=True)
 class RemovalLogOdds:
-    """Log-odds of each pair after removing the top-weighted tokens (or all others), and after doing so at random."""
+    """Log-odds of each pair after removing the top-weighted tokens (or all others), and after removing random ones."""
 
     top: Array
     random: Array
@@ -87,11 +87,11 @@ class RemovalLogOdds:
 
 @dataclass(frozen=True)
 class RemovalResult:
-    """Log-odds in nats, averaged over both orders, of the answer that the judge prefers given the full responses.
+    """Log-odds (nats, mean over both orders) of the answer that the judge prefers when it sees the full responses.
 
-    ``full``: log-odds given the full responses. ``changes``: by weighting, mode and share. ``counts``: number of
-    responses that became empty (the judge template then shows one space), and of skipped pairs. ``prompts``: number of
-    prompts that the judge read.
+    ``full``: log-odds given the full responses. ``changes``: log-odds after removal, by weighting, mode and share.
+    ``counts``: how many responses became empty (the judge template then shows one space) and how many pairs were
+    skipped. ``prompts``: number of prompts that the judge read.
     """
 
     pair_ids: tuple[str, ...]
@@ -152,7 +152,7 @@ def make_ranking(offsets: Sequence[Sequence[int]], weights: Sequence[float]) -> 
 
 
 def count_tokens(share: float, tokens: int) -> int:
-    """Returns how many of ``tokens`` tokens make up ``share``: rounded half up, at least one, at most all."""
+    """Returns the number of tokens in a ``share`` of ``tokens``, rounded half up; at least one and at most all."""
     return min(tokens, max(1, math.floor(share * tokens + 0.5)))
 
 
@@ -184,9 +184,10 @@ def draw_matched_tokens(chosen: set[int], tokens: int, draw: Random) -> set[int]
 def remaining_text(text: str, offsets: Sequence[Range], kept: set[int]) -> str:
     """Returns ``text`` reduced to the characters of the ``kept`` tokens and the whitespace between kept neighbours.
 
-    A gap that contained whitespace becomes a single space, or the run of whitespace at its start or end if that
-    contains a line break. Words therefore neither merge nor drift apart. Characters that a removed token shares with
-    its neighbour are removed, as are whitespace at both ends and characters that belong to no token.
+    A gap that contained whitespace becomes a single space. If the whitespace at the start or end of the gap contains a
+    line break, that whitespace is kept instead. Words therefore neither merge nor drift apart. Characters that a
+    removed token shares with its neighbour are removed. Whitespace at both ends of the text and characters that belong
+    to no token are removed too.
     """
     pieces: list[Range] = []
     last = -1
@@ -209,7 +210,7 @@ def remaining_text(text: str, offsets: Sequence[Range], kept: set[int]) -> str:
 
 
 def _trim_whitespace(text: str, piece: Range) -> Range:
-    """Returns the range without whitespace at its ends."""
+    """Returns the range without leading and trailing whitespace."""
     inner = text[piece[0] : piece[1]]
     return piece[0] + len(inner) - len(inner.lstrip()), piece[1] - len(inner) + len(inner.rstrip())
 
@@ -238,9 +239,9 @@ def measure_token_removal(
 ) -> RemovalResult:
     """Measures the verdicts' log-odds with and without the tokens to which each of ``sources`` assigns the most weight.
 
-    Skips pairs without a ranking from every source, and pairs whose shortened responses cannot be shown to the judge.
-    Each distinct prompt is read once, only for its verdict. ``progress`` is called with (prompts read, total prompts).
-    UserError if no pair remains.
+    Skips pairs that any source has not ranked, and pairs whose shortened responses cannot be shown to the judge. The
+    judge reads each distinct prompt once, only for its verdict. ``progress`` is called with (prompts read, total
+    prompts). UserError if no pair remains.
     """
     usable = [pair for pair in pairs if all(pair.pair_id in found for found in sources.values())]
     asked: dict[Asked, int] = {}
@@ -293,7 +294,7 @@ def measure_token_removal(
 
 
 def _count_empty_responses(asked: Iterable[Asked]) -> int:
-    """Counts the empty responses over the distinct shortened pairs."""
+    """Counts the empty responses among the distinct shortened pairs."""
     texts = {one[:3] for one in asked}
     return sum((not chosen.strip()) + (not rejected.strip()) for _, chosen, rejected in texts)
 
@@ -380,6 +381,6 @@ def _build_prompts(
 
 
 def faithfulness_score(values: Mapping[str, Any]) -> float:
-    """Returns the score that ``weights.layer=auto`` compares: faithfulness under removal, over all pairs and shares."""
+    """Returns the score that ``weights.layer=auto`` compares: mean faithfulness under removal over pairs and shares."""
     means = [sum(row) / len(row) for row in values["remove"].values()]
     return float(sum(means) / len(means))

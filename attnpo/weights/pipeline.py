@@ -1,7 +1,8 @@
-"""Turns stored rows into weights on the training tokens: select, post-process, transform, align, weight end of turn.
+"""Turns stored rows into weights on the training tokens: selects, post-processes, transforms and aligns them.
 
-Weights are not rescaled after alignment. Weight on source tokens without a counterpart among the training tokens (split
-differently by the two tokenizers, or truncated) is lost and lowers the coverage (paper appendix on token matching).
+The last step weights the end of turn. Weights are not rescaled after alignment. Source tokens have no counterpart among
+the training tokens if the two tokenizers split the text differently or if it was truncated. The weight of such tokens
+is lost and lowers the coverage (paper appendix on token matching).
 
 A reasoning trace that is weighted separately gets mass in proportion to its token count; the source weights only the
 answer. If a response has t trace tokens and n answer tokens, each trace token gets 1 / (t + n), and the answer gets n /
@@ -57,14 +58,14 @@ FOR_FACTORS = ("shuffled", "inverse", "uniform_on_support", "mixture", "one_side
 class TrainingWeights:
     """Weights of one pair on its training tokens; tuples are (chosen, rejected).
 
-    ``lengths``: |y|, the number of source tokens. ``coverage``: share of the training tokens containing text that have
-    a counterpart (for a partial source: a counterpart with a weight); tokens of a separately weighted trace do not
-    count. ``content``: number of training tokens that ``coverage`` counts; ``unmatched``: number of these without a
-    counterpart. ``source_coverage``, ``kept_mass``: shares of the source's tokens and of their absolute weights, after
-    transforms, that reached training tokens (``weights.arrival``); a separately weighted trace does not count.
-    ``realigned``: number of responses that the judge rounds split into different tokens, so one round had to be aligned
-    with the other. ``flat``: sides whose raw weights were all 0 and became uniform. ``factors``: whether the weights
-    are factors, which are used unchanged, or a distribution.
+    ``lengths``: |y|, the number of source tokens. ``coverage``: share of the training tokens with text that have a
+    counterpart (for a partial source, one with a weight), excluding a separately weighted trace. ``content``: number of
+    training tokens that ``coverage`` counts. ``unmatched``: how many of them have no counterpart. ``source_coverage``
+    and ``kept_mass``: shares of the source's tokens and of their absolute weight (after transforms) that reached
+    training tokens, again excluding such a trace (see ``weights.arrival``). ``realigned``: number of responses that the
+    judge rounds split into different tokens, so one round had to be aligned with the other. ``flat``: sides whose raw
+    weights were all 0 and became uniform. ``factors``: whether the weights are factors, which are used unchanged, or a
+    distribution.
     """
 
     chosen: Float[Tensor, " m"]
@@ -84,11 +85,11 @@ class TrainingWeights:
 class SourceWeights:
     """Weights of one response, combined and post-processed, still on the source's tokens.
 
-    ``row``: these tokens with their stored weights. ``realigned``: whether a round had different tokens. ``flat``:
-    whether a raw row was all 0 and became uniform. ``weighted``: mask of the tokens to which a partial source assigned
-    a weight; None for sources that weight every token. ``changeable``: mask of the tokens that transforms may change;
-    None for all. ``begins``: index of the first character that the source weights, above 0 after a separately weighted
-    trace.
+    ``row``: the source's tokens with their stored weights. ``realigned``: whether a round had different tokens.
+    ``flat``: whether a raw row was all 0 and became uniform. ``weighted``: mask of the tokens to which a partial source
+    assigned a weight; None for sources that weight every token. ``changeable``: mask of the tokens that transforms may
+    change; None for all. ``begins``: index of the first character that the source weights; above 0 if a separately
+    weighted trace precedes it.
     """
 
     row: TokenWeights
@@ -140,7 +141,7 @@ def training_weights(
     """Returns the weights of one pair on the training tokens in ``encoded`` ("chosen", "rejected").
 
     ``layers`` lists the rows of ``captured`` in order. ``captured`` is None for a source that captures nothing; such a
-    source reads ``pair`` instead. Transforms must be fitted; those of an online source are applied by
+    source reads ``pair`` instead. Transforms must already be fitted; those of an online source are applied by
     ``transform_batch``. Raw rows are processed in float64 and returned in their original dtype. UserError if rows do
     not match the source's kind.
     """
@@ -160,7 +161,7 @@ def iterate_training_weights(
     *,
     layers: tuple[StoredRow, ...] = (),
 ) -> Iterator[TrainingWeights]:
-    """Yields the ``training_weights`` of many pairs in order; computed in batches, with bit-identical results."""
+    """Yields the ``training_weights`` of many pairs in order. Batching leaves the results bit-identical."""
     _check_postprocess(source)
     for chunk in _split_into_chunks(pairs):
         done, problem = _collect_until_error(
@@ -235,7 +236,7 @@ def compute_source_weights(
 def iterate_source_weights(
     source: WeightSource, pairs: Iterable[PairInputs], layers: tuple[StoredRow, ...] = ()
 ) -> Iterator[dict[str, SourceWeights]]:
-    """Yields the ``compute_source_weights`` of many pairs in order; computed in batches, with bit-identical results."""
+    """Yields the ``compute_source_weights`` of many pairs in order. Batching leaves the results bit-identical."""
     _check_postprocess(source)
     for chunk in _split_into_chunks(pairs):
         yield from _chunk_source_weights(source, chunk, layers)
@@ -312,7 +313,7 @@ def _select_row(source: WeightSource, asked: PairInputs, layers: tuple[StoredRow
 def _selected_source_weights(
     source: WeightSource, asked: PairInputs, captured: PairWeights | None
 ) -> dict[str, SourceWeights]:
-    """Returns both responses' weights on the source's tokens, from ``captured`` with only the selected row."""
+    """Returns both responses' weights on the source's tokens; ``captured`` contains only the selected row."""
     encoded, pair, both = asked.encoded, asked.pair, None
     if captured is None and isinstance(source, TextSource):
         if pair is None:
@@ -378,7 +379,7 @@ def rows_to_transform(finished: Mapping[str, SourceWeights], pair_id: str) -> di
 def apply_transform(
     transform: WeightTransform, finished: Mapping[str, SourceWeights], pair_id: str
 ) -> dict[str, SourceWeights]:
-    """Applies ``transform`` to both responses; UserError naming the pair for a wrong shape or non-finite weights."""
+    """Applies ``transform`` to both responses; UserError naming the pair if the resulting weights are invalid."""
     changed = {}
     for side, row in rows_to_transform(finished, pair_id).items():
         weights = finished[side].weights.clone()
@@ -388,7 +389,7 @@ def apply_transform(
 
 
 def _apply_to_row(transform: WeightTransform, row: WeightRow) -> Float[Tensor, " n"]:
-    """Returns the transformed weights of ``row`` in its dtype; UserError naming the pair if they are invalid."""
+    """Transforms the weights of ``row`` in their dtype; UserError naming the pair if shape or values are invalid."""
     weights, where = transform(row), f"pair {row.pair_id}, {row.side}, after {type(transform).__name__}"
     if weights.shape != row.weights.shape:
         raise UserError(f"{where}: expected {row.weights.numel()} weights, got shape {tuple(weights.shape)}")
@@ -435,7 +436,7 @@ def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None
     """Rejects transforms that are undefined for a source's weights.
 
     Transforms that treat weights as shares of a whole are rejected for factors and signed rows. For an online source,
-    whose weights do not exist before training, both these and fitted transforms are rejected. An online source that
+    whose weights do not exist before training, these transforms and fitted ones are rejected. An online source that
     weights whole pairs accepts no transforms.
     """
     if not transforms:
@@ -449,7 +450,11 @@ def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None
         )
     refused = ", ".join(type(transform).__name__ for transform in transforms if not accepts_factors(transform))
     if refused and (online or source.signed or source.kind is not Kind.DISTRIBUTION):
-        what = "computes its own in every step" if online else f"gives {'signed rows' if source.signed else 'factors'}"
+        what = (
+            "computes its weights in every step"
+            if online
+            else f"yields {'signed rows' if source.signed else 'factors'}"
+        )
         raise UserError(
             f"transforms ({refused}) need distributions over the response that exist before training, but {name} "
             f"{what}: use {', '.join(FOR_FACTORS[:-1])} or {FOR_FACTORS[-1]}, or another source"
@@ -509,14 +514,14 @@ def _align_response(
 def _combine_rounds(
     source: WeightSource, raw: Sequence[Float[Tensor, " n"]], where: str, trace: int
 ) -> Float[Tensor, " m"]:
-    """Combines the rounds into one row, by post-processing or by averaging, without the first ``trace`` tokens."""
+    """Combines the rounds into one row, by post-processing or by averaging, excluding the first ``trace`` tokens."""
     if source.postprocess is not None:
         return source.postprocess([row[trace:] for row in raw], where)
     for row in raw:
         check_finite(row, where)
         if not source.signed and bool((row < 0).any()):
             raise UserError(
-                f"{where}: {type(source).__name__} is declared unsigned, got a weight of {row.min():g}; "
+                f"{where}: {type(source).__name__} is declared unsigned, but has a weight of {row.min():g}; "
                 "correct the source"
             )
         if source.kind is Kind.DISTRIBUTION and not source.partial and not bool(row.any()):
@@ -564,7 +569,11 @@ def check_trace_weighting(source: WeightSource) -> None:
     """Raises UserError for a source whose weights are not a distribution."""
     online = isinstance(source, OnlineSource) and not is_neutral(source)
     if online or source.signed or source.kind is not Kind.DISTRIBUTION:
-        what = "computes its own in every step" if online else f"gives {'signed rows' if source.signed else 'factors'}"
+        what = (
+            "computes its weights in every step"
+            if online
+            else f"yields {'signed rows' if source.signed else 'factors'}"
+        )
         raise UserError(
             "data.columns.traces=weigh_apart splits the mass of a distribution between a reasoning trace and its "
             f"answer, but {type(source).__name__} {what}: set data.columns.traces=keep or strip, or use a source of "
@@ -575,7 +584,7 @@ def check_trace_weighting(source: WeightSource) -> None:
 def prepend_trace_rows(
     source: WeightSource, rows: Sequence[TokenWeights], encoded: EncodedResponse, begins: int
 ) -> tuple[list[TokenWeights], int]:
-    """Returns the rounds of one response, extended to the tokens of its trace, and the number of trace tokens.
+    """Extends the rounds of one response to the tokens of its trace; returns them and the number of trace tokens.
 
     ``begins``: index of the answer's first character; 0 if there is no separately weighted trace. A judge reads only
     the answer, so the trace's training tokens (those containing text) are prepended with weight 0.
@@ -605,6 +614,6 @@ def _prepend_row(row: TokenWeights, encoded: EncodedResponse, begins: int) -> To
 
 
 def join_trace_and_answer(answer: Float[Tensor, " n"], trace: int) -> Float[Tensor, " m"]:
-    """Joins trace and answer into a distribution (sum 1): trace tokens get the mean weight, the answer the rest."""
+    """Joins trace and answer into a distribution. Trace tokens get the mean weight, and the answer gets the rest."""
     tokens = max(1, trace + answer.numel())
     return torch.cat([answer.new_full((trace,), 1 / tokens), normalize(answer) * (answer.numel() / tokens)])

@@ -1,4 +1,4 @@
-"""Arithmetic on raw weight rows: rounds, normalisation, attention sink (as in the paper).
+"""Arithmetic on raw weight rows: combining rounds, normalising, and correcting the attention sink (as in the paper).
 
 All functions work on distributions; factors and signed rows are never passed to them.
 """
@@ -27,7 +27,7 @@ class RoundOrder(Enum):
 
 
 class EndToken(Enum):
-    """Weight of training tokens that contain no character of the response (end of turn): 0 or 1/|y|."""
+    """Weight of training tokens that contain no response text (end of turn): 0 or 1/|y|."""
 
     ZERO = "zero"
     MEAN = "mean"
@@ -63,7 +63,7 @@ def fix_sink(weights: Float[Tensor, " n"], first: int = 1, min_length: int = 5) 
 
     The mean weight is total / |y|, that is, 1/|y| for a distribution. Rows shorter than ``min_length`` are not changed
     (the paper uses K = 1, K' = 5). Differs from the authors' code if the other weights are all 0: here they share the
-    remaining mass equally; that code divides by zero.
+    remaining mass equally, whereas the authors' code divides by zero.
     """
     count = weights.numel()
     if first <= 0 or count < min_length:

@@ -39,10 +39,10 @@ from attnpo.weights.verbalizer_settings import ScorePromptBuilder, Verbalizer
 class VerbalizerStatistics:
     """Statistics of a verbalizer's answers; ``pairs``: number of pairs covered.
 
-    ``parsed``: answers with at least one usable part, out of ``answers``. ``parts``: total number of usable parts.
-    ``coverage``: mean share of a response's tokens with a score. ``problems``: counts of unusable parts and answers, by
-    reason. ``unasked``: pairs that the model could not be asked about. ``lost``: answers whose text is no longer in the
-    store, although the rows computed from them are.
+    ``answers``: number of answers. ``parsed``: how many of them have at least one usable part. ``parts``: total number
+    of usable parts. ``coverage``: mean share of a response's tokens with a score. ``problems``: counts of unusable
+    parts and answers, by reason. ``unasked``: pairs that the model could not be asked about. ``lost``: answers that are
+    no longer in the store although the rows computed from them still are.
     """
 
     pairs: int
@@ -56,7 +56,7 @@ class VerbalizerStatistics:
 
     @property
     def parse_rate(self) -> float:
-        """Returns the share of answers with at least one usable part; 0 without answers."""
+        """Returns the share of answers with at least one usable part; 0 if there are no answers."""
         return self.parsed / max(1, self.answers)
 
     def to_dict(self) -> dict[str, object]:
@@ -68,7 +68,7 @@ class VerbalizerStatistics:
 def answer_statistics(
     pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights], answers: Mapping[tuple[str, str], str]
 ) -> VerbalizerStatistics:
-    """Computes the statistics of ``pairs`` from the rows in ``captured`` and the ``answers`` by (pair id, side)."""
+    """Computes the statistics of ``pairs`` from the rows in ``captured`` and ``answers``, keyed by (pair id, side)."""
     problems: Counter[str] = Counter()
     shares, parsed, parts, read, lost, unasked = [], 0, 0, 0, 0, 0
     unique = {pair.pair_id: pair for pair in pairs if pair.pair_id in captured}
@@ -147,7 +147,7 @@ class RunVerbalizer(WeightReader):
         return None if limit is None else limit - new
 
     def fingerprint(self) -> dict[str, object]:
-        """Returns all settings that affect the answers to given prompts: weights, dtype, decoding, chat format."""
+        """Returns all settings that affect the answer to a given prompt: weights, dtype, decoding, chat format."""
         maker = self.settings.known_parts
         return {
             "weights": {**weights_fingerprint(self.path, self.revision), **extra_end_ids(self.path)},
@@ -182,13 +182,13 @@ class RunVerbalizer(WeightReader):
         return f"verbalizer pass: {self.path} scores the parts of both responses"
 
     def prompts_fingerprint(self) -> Mapping[str, object]:
-        """Returns all settings of the prompts and the tokens that affect the stored scores."""
+        """Returns all prompt and tokenization settings that affect the stored scores."""
         return self.questions.fingerprint()
 
     def compute_answer_statistics(
         self, pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights]
     ) -> VerbalizerStatistics:
-        """Computes the statistics of the stored answers about ``pairs``."""
+        """Computes the statistics of the stored answers for ``pairs``."""
         asked = {
             (pair.pair_id, side): answer_key(self.questions.messages(pair, side))
             for pair in pairs
@@ -269,7 +269,7 @@ class RunRewardModel(AttentionReader):
 
     @property
     def num_layers(self) -> Depth:
-        """Returns the model's depth and its layers with attention, without loading it.
+        """Returns the number of layers and which of them have attention, without loading the model.
 
         UserError if no layer can be read.
         """

@@ -30,7 +30,7 @@ class ParsedScores:
     problems: Counter[str] = field(default_factory=Counter)
 
     def coverage(self, length: int) -> float:
-        """Returns the share of the response's ``length`` characters with a score."""
+        """Returns the share of the response's ``length`` characters that have a score."""
         return sum(span.end - span.start for span in self.spans) / max(1, length)
 
 
@@ -163,7 +163,7 @@ def _read_number(value: object) -> float | None:
 
 
 def _score_value(match: re.Match[str]) -> float | None:
-    """Returns the score; None if it is on another scale ("8/10")."""
+    """Returns the score; None if it is on a different scale ("8/10")."""
     return None if match["of"] not in (None, str(HIGHEST)) else float(match["score"])
 
 

@@ -1,8 +1,8 @@
 """Transforms of post-processed weights on the source's tokens: control conditions, mixtures and fitted profiles.
 
 Transforms run between a source's post-processing and the alignment with training tokens. A transform maps the row of
-one response to a row of the same length; a *fitted* one is first estimated from the rows of the training split. Random
-choices depend only on (seed, pair id, side), so a row is the same in every run and regardless of order.
+one response to a row of the same length; a *fitted* transform is first estimated from the rows of the training split.
+Random choices depend only on (seed, pair id, side), so a row is transformed identically in every run and in any order.
 """
 
 import copy
@@ -25,7 +25,7 @@ _Some = TypeVar("_Some")
 class WeightRow:
     """Post-processed weights of one response on its n source tokens; ``other``: number of tokens on the other side.
 
-    Rows of factors cover only tokens that contain a character: the factor of the end of turn is never changed.
+    Rows of factors cover only tokens that contain text, so the factor of the end of turn is never changed.
     """
 
     weights: Float[Tensor, " n"]
@@ -80,7 +80,7 @@ def _rescale_to_total(new: Float[Tensor, " n"], old: Float[Tensor, " n"]) -> Flo
 
 @dataclass(frozen=True)
 class UniformOnSupport(_StatelessTransform):
-    """Equal weights on all source tokens, keeping only a source's support.
+    """Equal weights on all source tokens; only the source's support is kept.
 
     The end of turn and unmatched tokens still get no weight.
     """
@@ -94,7 +94,7 @@ class UniformOnSupport(_StatelessTransform):
 
 @dataclass(frozen=True)
 class Shuffled(_StatelessTransform):
-    """Permutes the weights of a row at random: keeps sharpness and length, destroys placement."""
+    """Permutes the weights of a row at random, which keeps sharpness and length but destroys placement."""
 
     seed: int = 0
 
@@ -110,7 +110,7 @@ class Inverse(_StatelessTransform):
     """Reverses the ranking of the weights: the token with the smallest weight gets the largest, and so on.
 
     Keeps the multiset of weights. Ties are broken at random, by (seed, pair id, side). Breaking ties by position would
-    assign the largest weights to the first of the tokens that had none.
+    assign the largest weights to the first tokens that had no weight.
     """
 
     seed: int = 0
@@ -147,7 +147,7 @@ class Mixture(_StatelessTransform):
 
 @dataclass(frozen=True)
 class Smeared(_StatelessTransform):
-    """Spreads weights backwards over preceding tokens with geometric decay, to credit the tokens that led to a weight.
+    """Spreads weights over preceding tokens with geometric decay, to credit tokens that led up to a weighted one.
 
     The total is preserved; with decay 0 the row is unchanged. Away from the start, a weight moves back by decay / (1 -
     decay) tokens on average.
@@ -171,7 +171,7 @@ class Smeared(_StatelessTransform):
 
 @dataclass(frozen=True)
 class Sharpness(_StatelessTransform):
-    """Powers ``w ** tau``, rescaled to the same total: uniform on the support at 0, unchanged at 1, sharper above."""
+    """Raises weights to the power ``tau`` (0: uniform on the support, 1: unchanged) and rescales to the same total."""
 
     tau: float = 2.0
 
@@ -187,7 +187,7 @@ class Sharpness(_StatelessTransform):
 
 @dataclass(frozen=True)
 class OneSide(_StatelessTransform):
-    """Keeps the weights on one side of a pair and flattens the other, to show on which side the weights matter."""
+    """Keeps the weights on one side of a pair and flattens the other, to show which side's weights matter."""
 
     side: str = "chosen"
 
@@ -203,7 +203,7 @@ class OneSide(_StatelessTransform):
 
 @dataclass(frozen=True)
 class TailCut(_StatelessTransform):
-    """Scales the weights past the shorter response's length by ``alpha``; no rescaling (LD-DPO; 0 cuts them off)."""
+    """Scales weights beyond the shorter response's length by ``alpha`` (LD-DPO; 0 cuts them off) without rescaling."""
 
     alpha: float = 0.0
 
@@ -239,7 +239,7 @@ def _check_fitted(fitted: bool, transform: object) -> None:
 
 
 def _copy_with_state(transform: _Some, **state: object) -> _Some:
-    """Returns a copy of a transform with fitted ``state``: fields with ``init=False``, which are not config keys."""
+    """Returns a copy of a transform with fitted ``state`` in fields that are not config keys (``init=False``)."""
     fitted = copy.copy(transform)
     for name, value in state.items():
         object.__setattr__(fitted, name, value)
@@ -248,9 +248,9 @@ def _copy_with_state(transform: _Some, **state: object) -> _Some:
 
 @dataclass(frozen=True)
 class CrossPair:
-    """Uses another response's weights, resampled to fit: keeps position profile and smoothness, not content.
+    """Uses another response's weights, resampled to fit. Keeps position profile and smoothness but not content.
 
-    The donor is the same side's row from another training pair, drawn by (seed, pair id, side).
+    The donor is the same side's row from a different training pair, drawn by (seed, pair id, side).
     """
 
     seed: int = 0
@@ -287,7 +287,7 @@ def _get_pair_id(item: tuple[str, Float[Tensor, " _"]]) -> str:
 
 @dataclass(frozen=True)
 class PositionProfile:
-    """Mean mass in the training set by relative position (``bins`` bins): tests if weights depend only on position."""
+    """Mean training-set mass by relative position (``bins`` bins): tests whether weights depend only on position."""
 
     bins: int = 20
     profile: tuple[float, ...] = field(default=(), init=False, repr=False)
@@ -313,7 +313,7 @@ class PositionProfile:
 
 @dataclass(frozen=True)
 class TokenProfile:
-    """Mean of ``n * w`` by token id over the training set: tests whether the weights depend only on words.
+    """Mean of ``n * w`` by token id over the training set: tests whether weights depend only on the token.
 
     Unseen ids get 1, the overall mean. With ``position``, the token's factor is multiplied by the position profile.
     """
@@ -355,11 +355,11 @@ class TokenProfile:
 
 @dataclass(frozen=True)
 class Branched:
-    """Moves each weight to the nearby position with the least predictable token: credits choice, not outcome.
+    """Moves each weight to the least predictable token nearby, to credit the choice rather than its outcome.
 
     Candidates are the token's own position and the ``reach`` positions before it. The weight moves to the candidate
-    whose token was least predictable from the previous token, measured by entropy over the training responses (among
-    ties, to the nearest one). Positions after unseen tokens have entropy 0; they get weight only if all candidates have
+    whose token was least predictable from the previous token, measured by entropy over the training responses; ties go
+    to the nearest candidate. Positions after unseen tokens have entropy 0; they get weight only if all candidates have
     entropy 0.
     """
 

@@ -61,14 +61,11 @@ class ScoreTemplate:
 
 
 class ScorePromptBuilder:
-    """Builds prompts that ask for scores of one response. Nothing is truncated: a prompt that does not fit is rejected.
+    """Builds prompts that ask for scores for one response. Nothing is truncated; a prompt that is too long is rejected.
 
-    Args:
-        template: the prompt template.
-        asked: the chat format of the scoring model.
-        trained: the chat format of training. Scores are assigned to its tokens, so each training token gets its score
-            without alignment, regardless of the scoring model.
-        room: maximum number of tokens of a prompt; None for no limit.
+    Args: template: the prompt template. asked: the chat format of the scoring model. trained: the chat format of
+    training. Scores are assigned to its tokens, so each training token gets its score without alignment, regardless of
+    the scoring model. room: maximum number of tokens in a prompt; None for no limit.
 
     Raises UserError if the template has a system message and the model's chat template accepts none.
     """
@@ -133,7 +130,7 @@ class ScorePromptBuilder:
 
 @runtime_checkable
 class GeneratorFactory(Protocol):
-    """Builds a generator from a loaded model, for answers that are not decoded freely."""
+    """Builds, from a loaded model, a generator whose answers are not decoded freely."""
 
     def fingerprint(self) -> dict[str, object]:
         """Returns all settings that affect the answers."""
@@ -183,6 +180,6 @@ class Verbalizer:
                 ("sampling.top_p", "sampling.top_k", "sampling.seed"), "verbalizer.sampling.temperature=0"
             )
         if self.path is None:
-            own = "the verbalizer is the model itself (verbalizer.path=null)"
+            own = "the verbalizer is the run's own model (verbalizer.path=null)"
             found |= {"revision": own, "chat_template": own}
         return found

@@ -74,10 +74,10 @@ def test_a_run_with_a_trace_weighed_apart_trains_and_refuses_factors(world: Worl
     assert fit.main(world.config("weights=attention", "callbacks=none", "trainer.max_steps=1", *asked)) == 0
     account = json.loads((tmp_path / "apart" / "result.json").read_text())
     assert account["steps"] == 1
-    with pytest.raises(UserError, match=r"weigh_apart .* Decay gives factors"):
+    with pytest.raises(UserError, match=r"weigh_apart .* Decay yields factors"):
         world.config("weights=decay", *asked)
     mixed = "data.mix={a: {path: x, columns: {traces: weigh_apart}}}"
-    with pytest.raises(UserError, match=r"weigh_apart .* Decay gives factors"):
+    with pytest.raises(UserError, match=r"weigh_apart .* Decay yields factors"):
         world.config("weights=decay", "experiment=none", mixed)
 
 

@@ -204,5 +204,5 @@ def test_a_run_trains_with_transport_weights(world: Any, tmp_path: Path) -> None
 def test_a_transform_that_reads_shares_of_them_is_refused(world: Any) -> None:
     chosen = ("weights=transport", "objective=otpo")
     validate(world.composed(*chosen, "transform=mixture"))
-    with pytest.raises(UserError, match=r"Smeared.*Transport computes its own in every step"):
+    with pytest.raises(UserError, match=r"Smeared.*Transport computes its weights in every step"):
         validate(world.composed(*chosen, "transform=smeared"))

@@ -160,7 +160,7 @@ class Signed(Uniform):
 
 
 def test_factors_signed_rows_and_online_weights_are_refused() -> None:
-    for source, what in [(Decay(), "gives factors"), (Signed(), "signed rows"), (Transport(), "in every step")]:
+    for source, what in [(Decay(), "yields factors"), (Signed(), "signed rows"), (Transport(), "in every step")]:
         with pytest.raises(UserError, match=rf"traces=weigh_apart .*{what}.*traces=keep or strip"):
             check_trace_weighting(source)
     with pytest.raises(UserError, match="weigh_apart"):

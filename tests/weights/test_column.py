@@ -78,11 +78,11 @@ def test_a_template_that_strips_the_response_cuts_nothing() -> None:
         (
             Column(),
             [1, 2],
-            r"expected 3 numbers, one for each of this run's training tokens that contain a character, got 2",
+            r"expected 3 numbers, one for each of this run's training tokens that contain text, got 2",
         ),
         (Column(), [1, 2, 3, 4], r"expected 3 numbers.*got 4; .*weights\.form=spans"),
         (Column(), [], r"expected 3 numbers.*got 0"),
-        (Column(end_token=None), [1, 2, 3], r"expected 4 numbers, .* training tokens and end tokens, got 3"),
+        (Column(end_token=None), [1, 2, 3], r"expected 4 numbers, .* training tokens including end tokens, got 3"),
         (Column(), [1, math.nan, 3], r"entry 1: expected a finite number, got nan"),
         (Column(), [1, "2", 3], r"entry 1: expected a finite number, got '2'"),
         (Column(), None, r"expected a list, got None; every row needs weights"),
@@ -105,7 +105,7 @@ def test_numbers_that_are_no_weights_name_pair_side_and_column(source: Column, c
 def test_a_column_that_is_not_there_names_those_that_are() -> None:
     with pytest.raises(
         UserError,
-        match=r"rejected, column 'mask': the data have no such column; columns besides prompt and responses: "
+        match=r"rejected, column 'mask': the data has no such column; columns besides prompt and responses: "
         r"chosen_weights, rejected_weights\. Choose one with weights\.rejected=COLUMN",
     ):
         Column(rejected="mask").weigh(pair_with([1]), "rejected", WHOLE)
@@ -134,7 +134,7 @@ def test_a_token_has_the_mean_over_its_characters() -> None:
         ([[0, 7]], r"span 0: expected a range within the response's 6 characters, got \[0, 7\)"),
         ([[-1, 2]], r"span 0: expected a range within"),
         ([[0, 2], [1, 3]], r"span 1: \[1, 3\) overlaps an earlier span"),
-        ([[0, 2.5]], r"span 0: expected integers as start and end, got 0 and 2\.5"),
+        ([[0, 2.5]], r"span 0: expected integers for start and end, got 0 and 2\.5"),
         ([[0, 2, math.nan]], r"span 0: expected a finite number, got nan"),
         ([[0, 2, -1]], r"span 0: expected at least 0"),
         ([[0]], r"span 0: expected \[start, end\], .* got \[0\]"),
@@ -212,5 +212,5 @@ def test_a_run_trains_on_its_data_s_spans(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_a_run_without_the_column_says_so(tmp_path: Path) -> None:
     world = build_world(tmp_path)
-    with pytest.raises(UserError, match=re.escape("column 'chosen_spans': the data have no such column")):
+    with pytest.raises(UserError, match=re.escape("column 'chosen_spans': the data has no such column")):
         run(world.config(*CHOSEN, "callbacks=none"), tmp_path / "run")

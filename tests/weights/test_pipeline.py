@@ -242,7 +242,7 @@ def test_a_native_source_sees_the_pair_and_its_weights_are_used_as_they_are() ->
     ("values", "said"),
     [
         ((1.0, float("nan"), 0.0, 0.0), "expected finite weights, got nan at token 1 of 4"),
-        ((1.0, -1.0, 0.0, 0.0), "Own is declared unsigned, got a weight of -1"),
+        ((1.0, -1.0, 0.0, 0.0), "Own is declared unsigned, but has a weight of -1"),
         ((0.0, 0.0, 0.0, 0.0), "Own is declared as a distribution, but all 4 weights are 0"),
         ((0.5, 0.5), r"expected 4 weights from Own, one for each training token, got shape \(2,\)"),
     ],

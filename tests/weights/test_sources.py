@@ -143,12 +143,12 @@ def test_stored_heads_and_their_fingerprint() -> None:
 
 @pytest.mark.parametrize("heads", [(0,), (-1,), (2, 2)])
 def test_heads_that_are_no_choice_are_refused(heads: tuple[int, ...]) -> None:
-    with pytest.raises(UserError, match=r"weights\.heads: expected query heads counted from 1, each once .*got \["):
+    with pytest.raises(UserError, match=r"weights\.heads: expected distinct query heads numbered from 1 .*got \["):
         Attention(heads=heads)
 
 
 def test_heads_outside_the_judge_name_the_range() -> None:
     with pytest.raises(UserError, match=r"weights\.heads: expected query heads from 1 to 4 .*got 5 in \[1, 5\]"):
         Attention(heads=(1, 5)).heads_to_store(2, 4)
-    with pytest.raises(UserError, match=r"config allows, but its attention has 3 heads"):
+    with pytest.raises(UserError, match=r"config allows, but the judge's attention has 3 heads"):
         capture_heads((HeadRow(1, 4),))

@@ -27,9 +27,9 @@ class Attention(CapturedSource):
     ``layer``: 1-based number, "last", or a fraction of the layers with attention. ``layers``: if not empty, these
     layers are averaged instead. Differs from the authors' "mean" sources, which sum the layers and thereby scale beta.
     ``store_layers``: "all" stores every layer with attention, so a layer study needs only one judge pass; "selected"
-    stores only the requested ones. ``heads``: the query heads (from 1) to average in each of these layers; empty for
-    all. If heads are given, the rows of every head are stored in a separate table, so other heads can be selected
-    without a new judge pass.
+    stores only the requested ones. ``heads``: the query heads (numbered from 1) to average in each of these layers;
+    empty for all heads. If heads are given, the rows of every head are stored in a separate table, so other heads can
+    be selected without a new judge pass.
     """
 
     layer: int | str = "last"
@@ -46,7 +46,7 @@ class Attention(CapturedSource):
             raise UserError(f"weights.store_layers: expected {expected}, got {self.store_layers!r}")
         if len(set(self.heads)) < len(self.heads) or any(head < 1 for head in self.heads):
             raise UserError(
-                "weights.heads: expected query heads counted from 1, each once (or [] for the mean over all), got "
+                "weights.heads: expected distinct query heads numbered from 1 (or [] for the mean over all heads), got "
                 f"{list(self.heads)}"
             )
 
@@ -56,7 +56,7 @@ class Attention(CapturedSource):
         return replace(self, layer=resolve_layer(self.layer, num_layers), layers=layers)
 
     def rows_to_read(self) -> tuple[StoredRow, ...]:
-        """Returns the rows to average, layers or selected heads; UserError if unresolved."""
+        """Returns the rows to average (layers or selected heads); UserError if the source is not resolved."""
         layers = []
         for layer in self.layers or (self.layer,):
             if isinstance(layer, str):
@@ -67,7 +67,7 @@ class Attention(CapturedSource):
         return tuple(layers)
 
     def layers_to_store(self, num_layers: int) -> tuple[int, ...]:
-        """Returns all of the judge's layers with attention, or the requested ones under ``store_layers: selected``."""
+        """Returns all of the judge's layers with attention, or the requested ones if ``store_layers`` is "selected"."""
         if self.store_layers == "all":
             return layers_with_attention(num_layers)
         means = replace(self, heads=()).resolve(num_layers)
@@ -140,8 +140,8 @@ def select_rows(reading: JudgeReading, numbers: Sequence[int], wanted: Sequence[
     if max(row.head for row in heads) > heads_read:
         raise UserError(
             f"weights.heads: head {max(row.head for row in heads)} was requested, which the judge's config allows, but "
-            f"its attention has {heads_read} heads; choose another judge, or set weights.heads=[] for the mean over "
-            "all heads"
+            f"the judge's attention has {heads_read} heads; choose a different judge, or set weights.heads=[] for the "
+            "mean over all heads"
         )
     layers = torch.tensor([numbers.index(row.layer) for row in heads])
     return reading.rows[layers, torch.tensor([row.head - 1 for row in heads])]

@@ -17,7 +17,7 @@ from attnpo.weights.postprocess import normalize
 
 
 class ColumnForm(Enum):
-    """Format of a column's list: a number per training token, or character spans."""
+    """Format of the lists in a column: one number per training token, or character spans."""
 
     TOKENS = "tokens"
     SPANS = "spans"
@@ -27,13 +27,13 @@ class ColumnForm(Enum):
 class Column(TextSource):
     """Weights from the data columns ``chosen`` and ``rejected``: factors or a distribution, depending on ``kind``.
 
-    TOKENS: a list with one number for each training token of the full response that contains some of its text; true and
+    TOKENS: a list with one number for each training token that contains response text, before truncation; true and
     false count as 1 and 0. If a long response is truncated, the numbers of the remaining tokens are used. SPANS: a list
-    of ``[start, end]``, ``[start, end, weight]`` or mappings with these keys: half-open character ranges of the
-    response as stored in the pair, without overlap, with a default weight of 1. A token gets the mean weight of its
-    characters; characters outside all spans get ``elsewhere``.
+    of ``[start, end]``, ``[start, end, weight]`` or mappings with these keys. Spans are half-open character ranges of
+    the response as stored in the pair, they must not overlap, and their default weight is 1. A token gets the mean
+    weight of its characters; characters outside all spans get ``elsewhere``.
 
-    ``end_token``: the weight of tokens without a character of the response (end of turn); None means that TOKENS lists
+    ``end_token``: the weight of tokens that contain no response text (end of turn); None means that TOKENS lists
     include numbers for these tokens. A distribution is normalised over the remaining training tokens. ``signed``:
     factors may be negative.
     """
@@ -75,8 +75,8 @@ class Column(TextSource):
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """Returns the weights of the m training tokens, float32.
 
-        UserError naming pair, side and column if an entry is missing, has the wrong length, is not a number, is
-        negative although not declared signed, or if a distribution has no mass.
+        UserError naming pair, side and column if an entry is missing, has the wrong length, is not a number, or is
+        negative without ``signed``. UserError also if a distribution has no mass.
         """
         name = self.chosen if side == "chosen" else self.rejected
         where = f"pair {pair.pair_id}, {side}, column {name!r}"
@@ -90,12 +90,13 @@ class Column(TextSource):
         if not bool(row.any()):
             raise UserError(
                 f"{where}: weights.kind=distribution needs a weight above 0 on at least one training token, but "
-                f"all {row.numel()} are 0: drop the pair, add weights, or set weights.kind=factor, which allows zeros"
+                f"all {row.numel()} weights are 0: drop the pair, add weights, or set weights.kind=factor, which "
+                "allows zeros"
             )
         return normalize(row).float()
 
     def _token_weights(self, cell: Sequence[object], text: str, encoded: EncodedResponse, where: str) -> Tensor:
-        """Returns the column's values for the training tokens, without truncated tokens."""
+        """Returns the column's values for the training tokens that remain after truncation."""
         values = [self._check_weight(value, f"{where}, entry {place}") for place, value in enumerate(cell)]
         own = [place for place, (start, end) in enumerate(encoded.offsets) if end > start or self.end_token is None]
         held = [(start, end) for start, end in encoded.offsets if end > start]
@@ -107,7 +108,7 @@ class Column(TextSource):
             least = "at least " if cut_front or cut_end else ""
             raise UserError(
                 f"{where}: expected {least}{len(own)} numbers, one for each of this run's training tokens "
-                f"{'and end tokens' if self.end_token is None else 'that contain a character'}, got {len(values)}; "
+                f"{'including end tokens' if self.end_token is None else 'that contain text'}, got {len(values)}; "
                 "create the lists with this model's tokenizer, or set weights.form=spans, which needs no tokenizer"
             )
         row = torch.full((len(encoded.offsets),), self.end_token or 0.0, dtype=torch.float64)
@@ -151,7 +152,7 @@ def _read_cell(pair: PreferencePair, name: str, where: str, key: str) -> Sequenc
     if name not in pair.extra:
         found = ", ".join(sorted(pair.extra)) or "none"
         raise UserError(
-            f"{where}: the data have no such column; columns besides prompt and responses: {found}. Choose one with "
+            f"{where}: the data has no such column; columns besides prompt and responses: {found}. Choose one with "
             f"{key}=COLUMN"
         )
     cell = pair.extra[name]
@@ -171,5 +172,5 @@ def _read_span(entry: object, at: str) -> tuple[int, int, object]:
         raise UserError(f"{at}: expected [start, end], [start, end, weight] or a mapping with these keys, got "
                         f"{shorten(repr(entry))}")  # fmt: skip
     if not isinstance(start, int) or not isinstance(end, int):
-        raise UserError(f"{at}: expected integers as start and end, got {start!r} and {end!r}")
+        raise UserError(f"{at}: expected integers for start and end, got {start!r} and {end!r}")
     return start, end, 1.0 if weight is None else weight

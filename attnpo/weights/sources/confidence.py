@@ -1,4 +1,4 @@
-"""Token selection by the current policy's statistics, repeated in every step: ConfPO, Selective-DPO, high entropy."""
+"""Selects tokens in every step by statistics of the current policy: ConfPO, Selective-DPO, high entropy."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +15,7 @@ TIE = 1e-9
 
 
 def mark_below_mean(logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) -> Bool[Tensor, "rows R"]:
-    """Marks tokens below the mean probability of their response; none if all are equal (ConfPO)."""
+    """Marks tokens whose probability is below their response's mean (ConfPO). Marks none if all are equal."""
     exact = torch.where(mask, logps.double(), -torch.inf)
     mean = exact.logsumexp(-1, keepdim=True) - mask.sum(-1, keepdim=True).clamp(min=1).double().log()
     return mask & (exact < mean - TIE)
@@ -24,7 +24,7 @@ def mark_below_mean(logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]
 def mark_above_quantile(
     scores: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], quantile: float
 ) -> Bool[Tensor, "rows R"]:
-    """Marks tokens with a score of at least the response's ``quantile`` (linear between ranks)."""
+    """Marks tokens whose score is at least the response's ``quantile`` (interpolated linearly between ranks)."""
     exact = torch.where(mask, scores.double(), torch.nan)
     return mask & (exact >= exact.nanquantile(quantile, dim=-1, keepdim=True))
 
@@ -39,23 +39,23 @@ def mark_highest(scores: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], 
 
 
 def equal_shares(kept: Bool[Tensor, "rows R"], dtype: torch.dtype) -> Float[Tensor, "rows R"]:
-    """Returns 1/k for each of a row's k selected tokens, 0 for the others; all 0 for a row without selected tokens."""
+    """Returns 1/k for a row's k selected tokens and 0 for the others; rows without selected tokens are all 0."""
     return kept.to(dtype) / kept.sum(-1, keepdim=True).clamp(min=1).to(dtype)
 
 
 def mark_pairs_with_both_sides(kept: Bool[Tensor, "rows R"]) -> Float[Tensor, " pairs"]:
-    """Returns 1 for each pair with selected tokens on both sides, 0 for the others."""
+    """Returns 1 for each pair with selected tokens on both sides and 0 for the others."""
     chosen, rejected = kept.any(-1).chunk(2)
     return (chosen & rejected).float()
 
 
 @dataclass(frozen=True)
 class Confidence(OnlineSource):
-    """ConfPO: equal weights on tokens below their response's mean probability; before training, on all tokens.
+    """ConfPO: equal weights on all tokens whose probability is below their response's mean.
 
-    Under SimPO the weighted sums are means over these tokens, which is the published method. A pair gets a pair weight
-    of 0 if one side has no such token (a single token, or all equally probable). Source: FIELD 1.1,
-    hee-suk-yoon/ConfPO.
+    Before training, all tokens get equal weights. Under SimPO the weighted sums are means over the selected tokens,
+    which is the published method. A pair gets a pair weight of 0 if no token is selected on one side (because it has a
+    single token or all its tokens are equally probable). Source: FIELD 1.1, hee-suk-yoon/ConfPO.
     """
 
     name: ClassVar[str] = "confidence"
@@ -68,12 +68,12 @@ class Confidence(OnlineSource):
 
 @dataclass(frozen=True)
 class Selective(OnlineSource):
-    """Selective-DPO: factor 1 for tokens that the policy has not learnt yet, else 0; equal weights before training.
+    """Selective-DPO: factor 1 for tokens that the policy has not learnt yet and 0 for all others.
 
     The score is ``r - p`` on the chosen and ``p - r`` on the rejected response (log-probabilities of reference and
-    policy); tokens with a score of at least the response's ``quantile`` are kept. At the first step, when policy and
-    reference are identical, every token is kept. A quantile of 0.6 keeps about 40 % (Dongzhijin/SDPO,
-    ``sdpo_threshold``).
+    policy); tokens with a score of at least the response's ``quantile`` are kept. Before training, all tokens get equal
+    weights; at the first step, when policy and reference are identical, every token is kept. A quantile of 0.6 keeps
+    about 40 % (Dongzhijin/SDPO, ``sdpo_threshold``).
     """
 
     quantile: float = 0.6
@@ -88,7 +88,7 @@ class Selective(OnlineSource):
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
-        """Returns 1 for the kept tokens, 0 for the others. ValueError without the reference's log-probabilities."""
+        """Returns 1 for the kept tokens and 0 for the others. ValueError if reference log-probabilities are missing."""
         if reference is None:
             raise ValueError("weights=selective needs the reference's log-probabilities, but none were computed")
         gained = policy.logps.double() - reference.logps.double()
@@ -98,10 +98,11 @@ class Selective(OnlineSource):
 
 @dataclass(frozen=True)
 class Entropy(OnlineSource):
-    """Equal weights on the tokens where the policy's entropy is highest; before training, on all tokens.
+    """Equal weights on the tokens where the policy's entropy is highest.
 
-    ``share``: share of each response's tokens (0.2 in arXiv 2506.01939, which selects over a batch of samples in RL;
-    here each response is treated separately). At least one token is kept.
+    Before training, all tokens get equal weights. ``share``: share of each response's tokens to keep (0.2 in arXiv
+    2506.01939, which selects over a batch of samples in RL; here each response is treated separately). At least one
+    token is kept.
     """
 
     share: float = 0.2
@@ -115,7 +116,7 @@ class Entropy(OnlineSource):
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
-        """Returns 1/k for the k kept tokens of each row. ValueError without the policy's entropies."""
+        """Returns 1/k for the k kept tokens of each row. ValueError if the policy's entropies are missing."""
         if "entropy" not in policy.vocab:
             raise ValueError("weights=entropy needs the statistic vocab:entropy, but it was not computed")
         return equal_shares(

@@ -39,7 +39,7 @@ class ContrastForm(Protocol):
 
 
 class RewardTransform(Enum):
-    """Transform of a token's reward in TIS-DPO: one of four from its code, or the formula in its paper."""
+    """Transform of token rewards in TIS-DPO: one of the four in its code or the formula in its paper."""
 
     SCALE = "scale"
     RANK = "rank"
@@ -67,17 +67,18 @@ def rank_values(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 @dataclass(frozen=True)
 class TISDPO:
-    """TIS-DPO's weights from the reward v = log pi_positive - log pi_negative, -v on the rejected side.
+    """TIS-DPO's weights, from the reward v = log pi_positive - log pi_negative (negated on the rejected side).
 
     ``scale``: v clipped to [``low``, ``high``] and mapped linearly onto [``least``, ``most``]. ``rank``: its rank among
     the response's tokens, mapped onto the same range; a single token gets the middle. ``threshold``: v clipped to [low,
     high], signed. ``binary``: 1 for the highest ``top_percent`` of the tokens (rounded down), 0 for the others. These
     four round v to two decimals and assign weight 0 to the end of turn. ``paper``: ``k exp(mu c)`` on chosen and ``k
-    exp(-mu c)`` on rejected tokens, c the unrounded log-ratio clipped to [low, high], on every token.
+    exp(-mu c)`` on rejected tokens, where c is the unrounded log-ratio clipped to [low, high]; every token gets a
+    weight.
 
-    Source: exlaw/TIS-DPO, ``preference_datasets.py``. Differs from it in ties: here tied tokens share a rank, and
-    ``binary`` prefers the earlier ones. A response that is truncated before its end of turn keeps the weight of its
-    last token.
+    Source: exlaw/TIS-DPO, ``preference_datasets.py``. Differs from it in how ties are handled: here tied tokens share a
+    rank, and ``binary`` prefers the earlier ones. A response that is truncated before its end of turn keeps the weight
+    of its last token.
     """
 
     transform: RewardTransform = RewardTransform.SCALE
@@ -162,10 +163,10 @@ class CriticalTokens:
 
 @dataclass(frozen=True)
 class TokenGuided:
-    """TGDPO's factors: ``1 + alpha beta q`` on chosen, ``1 - alpha beta q`` on rejected tokens; can be negative.
+    """TGDPO's factors: ``1 + alpha beta q`` on chosen and ``1 - alpha beta q`` on rejected tokens; may be negative.
 
-    q is the log-ratio of a trained preference model (positive) and the reference (negative), so ``beta q`` is the
-    reward of that model; the authors' code uses a single beta for this and for the objective. Source:
+    q is the log-ratio of a trained preference model (positive) and the reference (negative), so ``beta q`` is that
+    model's implicit reward; the authors' code uses a single beta for this and for the objective. Source:
     dvlab-research/TGDPO, ``src/llamafactory/train/tgdpo/trainer.py``.
     """
 
@@ -202,7 +203,7 @@ class Contrast(ComparedSource):
         if asked and self.compares_whole:
             raise UserError(
                 f"weights.{asked[0]}.instruction: {type(self.form).__name__} compares two models on the same prompt; "
-                f"set weights.{asked[0]}.instruction=null, or use another form"
+                f"set weights.{asked[0]}.instruction=null, or use a different form"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Weights on the tokens in which the two responses of a pair differ (DDPO of RLHF-V; FIGA uses the same tokens)."""
+"""Weights on the tokens where the two responses of a pair differ (DDPO from RLHF-V; FIGA uses the same tokens)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from attnpo.weights.base import TextSource
 class Edits(TextSource):
     """Factors: ``changed`` for tokens that the other response lacks at this position, ``same`` for shared tokens.
 
-    Shared runs of fewer than ``min_match`` tokens count as changed. Tokens without a character of the response (end of
-    turn) count as shared. ``average`` divides the factors by their sum, so that the sum of the log-ratios becomes a
-    weighted mean; if all factors of a response are 0, they stay 0.
+    Shared runs of fewer than ``min_match`` tokens count as changed. Tokens that contain no response text (end of turn)
+    count as shared. ``average`` divides the factors by their sum, so the sum of the log-ratios becomes a weighted mean;
+    if all factors of a response are 0, they stay 0.
 
-    Differs from DDPO: its diff is replaced by the paper's edit alignment of token ids (``text.alignment``). FIGA's loss
-    is not implemented.
+    Unlike DDPO, which uses its own diff, this class compares the responses with the token alignment in
+    ``text.alignment``. FIGA's loss is not implemented.
     """
 
     changed: float = 3.0

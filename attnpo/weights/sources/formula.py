@@ -20,11 +20,11 @@ from attnpo.weights.postprocess import normalize
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """Argument of a formula: the training tokens of one response, in order, and the text of its pair.
+    """Argument passed to a formula: the training tokens of one response, in order, and the text of its pair.
 
-    ``ids``: token ids. ``offsets``: half-open character ranges in ``response``; empty for a token that contains none of
-    its text (end of turn). ``positions``: 0, 1, ... ``texts``: each token's characters. ``other``: the pair's other
-    response. ``side``: "chosen" or "rejected".
+    ``ids``: token ids. ``offsets``: half-open character ranges in ``response``; empty for a token that contains no
+    response text (end of turn). ``positions``: 0, 1, ... ``texts``: each token's characters. ``other``: the pair's
+    other response. ``side``: "chosen" or "rejected".
     """
 
     ids: tuple[int, ...]
@@ -47,8 +47,8 @@ class Formula(TextSource):
     The function is called with a ``ResponseTokens`` and returns a weight for each token, including the end of turn.
     With ``kind`` factor, the weights are used unchanged and may be negative only if ``signed``. With ``kind``
     distribution, they must be at least 0 and are divided by their sum. The function's package must be listed in
-    ATTNPO_ALLOW_TARGETS, as for every class outside attnpo. The fingerprint includes a digest of the function's source
-    file, but not of other modules that this file imports.
+    ATTNPO_ALLOW_TARGETS, like that of any class outside attnpo. The fingerprint includes a digest of the function's
+    source file, but not of other modules that this file imports.
     """
 
     function: str
@@ -68,7 +68,7 @@ class Formula(TextSource):
             self._source_digests()
 
     def _load_function(self) -> Weigh:
-        """Imports the function. UserError if the name does not refer to a function or may not be imported."""
+        """Imports the function. UserError if the name does not refer to a function or importing it is not allowed."""
         if "." not in self.function:
             raise UserError(
                 f"weights.function: expected an import path, e.g. package.module.name, got {self.function!r}"

@@ -47,8 +47,8 @@ def importance_weights(
 
     The weights have mean 1 over all n tokens in scope.
 
-    ``before`` and ``tokens_before``: sum and number of the scores in scope before the response. A row without a
-    positive score uses only the prior; a row with a single token has weight 0 (latent-lm/TIDPO).
+    ``before`` and ``tokens_before``: sum and count of the in-scope scores before the response. A row without a positive
+    score uses only the prior; a row with a single token has weight 0 (latent-lm/TIDPO).
     """
     zero = torch.zeros((), dtype=scores.dtype, device=scores.device)
     scores = torch.where(mask, scores, zero)
@@ -62,12 +62,12 @@ def importance_weights(
 
 @dataclass(frozen=True)
 class Gradient(OnlineSource):
-    """Factors from the current policy at every step, for each response separately: TI-DPO's token importance.
+    """TI-DPO's token importance: factors from the current policy in every step, computed separately for each response.
 
     ``lam``: weight of the gradients; the prior gets the rest (0.7 in the TI-DPO paper, 0.2 in its code).
     ``prior_sigma_div``: n divided by this is the prior's standard deviation (8 in the code, 4 in the paper). ``scope``:
-    the tokens to normalise over: prompt and response in the code's TDPO step, only the response in its DPO step; the
-    weights of prompt tokens are discarded.
+    the tokens to normalise over. TI-DPO's code uses prompt and response in its TDPO step but only the response in its
+    DPO step. The weights of prompt tokens are discarded.
     """
 
     lam: float = 0.7

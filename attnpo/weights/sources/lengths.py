@@ -13,7 +13,7 @@ from attnpo.weights.base import OnlineSource
 
 
 class LengthRule(Enum):
-    """Rule for the longer response: keep its first tokens, or random ones."""
+    """Rule for the longer response: keep its first tokens or keep random ones."""
 
     TAIL = "tail"
     SUBSAMPLE = "subsample"
@@ -21,13 +21,13 @@ class LengthRule(Enum):
 
 @dataclass(frozen=True)
 class Lengths(OnlineSource):
-    """Factors of 1 for as many tokens of each response as the shorter one has, including the end of turn.
+    """Keeps as many tokens of each response as the shorter one has (including the end of turn) with factor 1.
 
-    TAIL keeps the first tokens, and all later ones get ``alpha`` (LD-DPO; 0 is POET). SUBSAMPLE draws the kept tokens
-    at random in every optimizer step, the same ones for policy and reference; all others get 0 (SamPO). A draw depends
-    only on ``seed``, step, pair and side; validation draws the same tokens every time.
+    TAIL keeps the first tokens and gives all later ones ``alpha`` (LD-DPO; 0 is POET). SUBSAMPLE draws the kept tokens
+    at random in every optimizer step and gives all others 0 (SamPO); policy and reference share the draw. A draw
+    depends only on ``seed``, step, pair and side; validation draws the same tokens every time.
 
-    Lengths count the training tokens after truncation. Differs from SamPO's code, which draws separately for
+    Lengths are counted in training tokens after truncation. Differs from SamPO's code, which draws separately for
     policy and reference.
     """
 

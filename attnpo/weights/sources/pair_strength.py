@@ -27,8 +27,8 @@ def token_mean(values: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) ->
 class WPO(OnlineSource):
     """Weights pairs by how likely the current policy is to generate the responses: ``min(1, exp(A(c_w) + A(c_l)))``.
 
-    ``c_t = p_t - log sum_v prob_v^2`` compares a token's log-probability with the mean probability (as a logarithm) of
-    a token sampled from the policy; A is the mean over a response's tokens. With ``clamp`` false, weights may exceed 1
+    ``c_t = p_t - log sum_v prob_v^2`` compares a token's log-probability with the log of the expected probability of a
+    token sampled from the policy; A is the mean over a response's tokens. With ``clamp`` false, weights may exceed 1
     (TRL's version). The policy is the current one, without gradient. Source: WPO (Zhou et al. 2024, arXiv 2406.11827),
     with weights aligned to samples.
     """
@@ -40,7 +40,7 @@ class WPO(OnlineSource):
     statistics: ClassVar[frozenset[str]] = frozenset({"vocab:collision"})
 
     def weights(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> PairedWeights:
-        """Returns equal token weights and a weight for each pair. ValueError without the collision statistic."""
+        """Returns equal token weights and a weight for each pair. ValueError if the collision statistic is missing."""
         if "collision" not in policy.vocab:
             raise ValueError("weights=wpo needs the statistic vocab:collision, but it was not computed")
         chosen, rejected = token_mean(
@@ -56,8 +56,8 @@ class MWPO(OnlineSource):
 
     ``sigmoid(m)^alpha sigmoid(length_scale (n_l - n_w))^gamma`` with the implicit reward margin ``m = beta (S(d_w) -
     S(d_l))``, ``d = p - r`` summed over the response; ``per_token`` uses ``margin_scale beta (A(d_w) - A(d_l))``, with
-    means over the tokens. ``beta`` equals the loss's beta. No gradient flows through the weights. Source: AIR-hl/MWPO,
-    ``mwpo_trainer.py`` (alpha and gamma are its weight_alpha and weight_beta).
+    means over the tokens. ``beta`` is the same as in the loss. No gradient flows through the weights. Source:
+    AIR-hl/MWPO, ``mwpo_trainer.py`` (alpha and gamma are its weight_alpha and weight_beta).
     """
 
     beta: float = 0.1
@@ -84,7 +84,7 @@ class MWPO(OnlineSource):
         return found | ({"length_scale": "weights.gamma=0"} if self.gamma == 0 else {})
 
     def weights(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> PairedWeights:
-        """Returns equal token weights and a weight for each pair. ValueError without a reference."""
+        """Returns equal token weights and a weight for each pair. ValueError if there is no reference."""
         if reference is None:
             raise ValueError("weights=mwpo needs the reference's log-probabilities, but none were computed")
         mask = batch.main.response_mask
@@ -101,10 +101,10 @@ class MWPO(OnlineSource):
 
 @dataclass(frozen=True)
 class PairColumn(Uniform):
-    """Data column with a non-negative weight for each pair that multiplies the pair's loss.
+    """Weights each pair's loss by a non-negative number from a data column.
 
-    The loss is still divided by the number of pairs in the step. A pair with weight 0 has no effect on training and is
-    counted.
+    The loss is still divided by the number of pairs in the step. A pair with weight 0 has no effect on training; such
+    pairs are counted.
     """
 
     column: str
@@ -113,7 +113,7 @@ class PairColumn(Uniform):
 
     @property
     def columns(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Returns the data column that is read besides prompt and responses."""
+        """Returns the data column that is read in addition to prompt and responses."""
         return (self.column,)
 
     def capture_fingerprint(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Reward-model attention as token weights: ABC's credit (Chan et al. 2024), proposed for RL, applied here to pairs."""
+"""Reward-model attention as token weights. ABC (Chan et al. 2024) proposed it for RL; here it is applied to pairs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from attnpo.weights.sources.attention import Attention, select_rows
 
 @dataclass(frozen=True)
 class LoadedRewardModel:
-    """Loaded reward model with the chat format of its conversations."""
+    """Loaded reward model and the chat format of its conversations."""
 
     model: JudgeModel
     conversations: ChatFormat
@@ -40,10 +40,10 @@ class LoadedRewardModel:
 class RewardAttention(Attention):
     """Attention from the last token, where a reward model computes its reward, to the response tokens before it.
 
-    The prompt is excluded and the rest normalised, which is ABC's credit; layers and heads work as in
-    ``weights=attention``. ``path``, ``revision``, ``dtype``, ``chat_template``: the model, a causal LM with a sequence
-    classification head. A pair is dropped and counted if a conversation has more than ``max_length`` tokens or a
-    response is empty. Differs from ABC: the end-of-turn token at that position gets no weight.
+    As in ABC, the prompt is excluded and the rest is normalised. Layers and heads work as in ``weights=attention``.
+    ``path``, ``revision``, ``dtype``, ``chat_template``: the model, a causal LM with a sequence classification head. A
+    pair is dropped and counted if a conversation has more than ``max_length`` tokens or a response is empty. Unlike in
+    ABC, the end-of-turn token at the last position gets no weight.
     """
 
     path: str | None = None
@@ -73,7 +73,7 @@ class RewardAttention(Attention):
     def capture(
         self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[StoredRow, ...]
     ) -> list[PairWeights]:
-        """Returns one round per pair, float32 rows of ``layers``; all conversations go to the reward model in one call.
+        """Returns one round per pair, with float32 rows of ``layers``, from a single reward-model call.
 
         A pair that cannot be read is returned as ``UnreadablePair``.
         """

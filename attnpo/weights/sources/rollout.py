@@ -33,7 +33,7 @@ class Rollout(CapturedSource):
             raise UserError(
                 f"weights=rollout multiplies the attention of all layers, but this judge has attention in only "
                 f"{len(readable)} of {int(num_layers)} layers ({', '.join(map(str, readable))}): set "
-                "weights=attention, or choose another judge"
+                "weights=attention, or choose a different judge"
             )
         return self
 
@@ -44,7 +44,7 @@ class Rollout(CapturedSource):
     def capture(
         self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[StoredRow, ...]
     ) -> list[PairWeights]:
-        """Returns both judge rounds of each pair, one float32 row each; all prompts go to the judge in one call."""
+        """Returns both judge rounds of each pair, with one float32 row each, from a single judge call."""
         return capture_judge_rounds("rollout", pairs, reader, _rollout_row, (), rollout=True)
 
 

@@ -42,17 +42,17 @@ class PairEncoder(Protocol):
     """Encodes pairs as training ids; implemented by ``attnpo.data.scoring.RunPairEncoder``."""
 
     def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
-        """Returns the training ids by side; raises ``attnpo.text.chat.RefusedText`` if the pair has none."""
+        """Returns the training ids by side; raises ``attnpo.text.chat.RefusedText`` if the pair cannot be encoded."""
 
     def add_instruction(
         self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
     ) -> tuple[Mapping[str, EncodedResponse], bool]:
-        """Returns the ids with ``instruction`` added to the prompt, and whether that prompt was shortened."""
+        """Returns the ids with ``instruction`` added to the prompt, and whether the prompt had to be shortened."""
 
 
 @dataclass(frozen=True)
 class LoadedScorers:
-    """Loaded models by the source's config keys, and the encoder of the pairs that these models read."""
+    """Loaded models by the source's config keys, and the encoder for the pairs that these models read."""
 
     scorers: Mapping[str, Scorer]
     texts: PairEncoder
@@ -65,7 +65,7 @@ def check_scorers(models: Mapping[str, ScorerModel]) -> None:
         what = "the run's own model" if one.path is None else one.path
         raise UserError(
             f"weights.{first} and weights.{second} are both {what} with the same instruction, so they agree on every "
-            f"token: set weights.{first}.path or weights.{second}.path to another model, or add an instruction"
+            f"token: set weights.{first}.path or weights.{second}.path to a different model, or add an instruction"
         )
 
 
@@ -92,8 +92,8 @@ class ComparedSource(ScoredSource):
         """Returns one round per pair on its training tokens: a float32 row per response with the raw comparison.
 
         A pair whose text has no training ids, or to which an instruction cannot be added, is returned as
-        ``UnreadablePair``. ``Round.cut`` tells whether the prompt with the instruction was shortened. UserError without
-        scorers.
+        ``UnreadablePair``. ``Round.cut`` indicates whether the prompt with the instruction was shortened. UserError if
+        no scorers are loaded.
         """
         (first, model), (second, other) = self.scorers.items()
         if not isinstance(reader, LoadedScorers) or not self.scorers.keys() <= reader.scorers.keys():
@@ -162,7 +162,7 @@ def _to_pair_weights(asked: _ScorerInputs, rows: Mapping[str, Float[Tensor, " n"
 
 
 def apply_rule(captured: PairWeights, rule: Rule) -> PairWeights:
-    """Replaces each response's raw row in ``captured`` with ``rule``'s weights, in float64.
+    """Replaces each response's raw row in ``captured`` with the weights that ``rule`` computes from it in float64.
 
     UserError naming the pair and the side if a raw value is not finite.
     """

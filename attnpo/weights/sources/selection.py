@@ -31,10 +31,10 @@ class Selection(ComparedSource):
     """Selects ``top_fraction`` of the tokens: the highest scores on the chosen side, the lowest on the rejected side.
 
     A token's score is its log-probability under ``oracle`` minus that under ``reference``, the model that the oracle
-    was trained from; the end of turn is a candidate. Selected tokens get n / (number selected), so that an objective
-    that averages over a response averages over the selected tokens (SePO's loss is ``objective=simpo objective.beta=1
-    objective.gamma_beta_ratio=0``), or 1 each if ``as_mean`` is false. If one side has no selected token, the weights
-    of the pair are 0 on both sides.
+    was trained from. The end of turn can be selected too. Selected tokens get n / (number selected), so an objective
+    that averages over the response in fact averages over the selected tokens. If ``as_mean`` is false, they get 1.
+    SePO's loss is ``objective=simpo objective.beta=1 objective.gamma_beta_ratio=0``. If one side has no selected token,
+    the weights of the pair are 0 on both sides.
     """
 
     oracle: ScorerModel
@@ -54,7 +54,7 @@ class Selection(ComparedSource):
         return {"oracle": self.oracle, "reference": self.reference}
 
     def select(self, captured: PairWeights, layers: tuple[StoredRow, ...]) -> PairWeights:
-        """Returns the weights of the selected tokens; all 0 if one side has none."""
+        """Returns the weights of the selected tokens; all 0 if no token is selected on one side."""
         chosen = apply_rule(captured, self._selection_weights)
         empty = [not bool(part.weights.any()) for item in chosen.rounds for part in (item.chosen, item.rejected)]
         return apply_rule(captured, lambda raw, words, side: torch.zeros_like(raw)) if any(empty) else chosen

@@ -42,9 +42,9 @@ def token_costs(
 
     Costs are at most 1, and 0 where either mask is false.
 
-    ``|h_i - h_j| + 1e-6``, divided by the largest cost of the pair if that exceeds 1. The largest cost is at least the
-    norm of every token: as in the published code, positions outside the response count as zero vectors (the prompt
-    always has some).
+    A cost is ``|h_i - h_j| + 1e-6``, divided by the pair's largest cost if that exceeds 1. As in the published code,
+    positions outside the response count as zero vectors (the prompt always has some), so the largest cost is at least
+    the norm of every token.
     """
     given = zip(chosen, rejected, chosen_mask, rejected_mask, strict=True)
     return torch.stack([_pair_costs(*pair) for pair in given])  # one by one, because states in float64 are large
@@ -70,7 +70,7 @@ def sweeps_needed(reg: float, reg_m: float, tolerance: float) -> int:
     """Returns the number of ``solve_transport`` sweeps for a relative error of at most ``tolerance`` in every weight.
 
     Weights do not change when a constant is added to the log scalings, so their error is the range (largest minus
-    smallest) of the scalings' errors. Initially that is at most ``f / reg``, as costs are between 0 and 1, and each
+    smallest) of the scalings' errors. Initially that is at most ``f / reg``, because costs are between 0 and 1. Each
     half sweep multiplies it by ``f tanh(1 / (2 reg))``: the logarithm of a product with a positive matrix contracts
     ranges (Birkhoff), and the result is scaled by ``f = reg_m / (reg_m + reg)``.
     """
@@ -89,10 +89,10 @@ def solve_transport(
 ) -> TransportPlan:
     """Returns the plan minimising ``sum G C + reg sum G (log G - 1) + reg_m (KL(G 1 | 1) + KL(G^T 1 | 1))`` per pair.
 
-    Each token has mass 1, not normalised; masked rows and columns are excluded. ``costs`` come from ``token_costs``.
-    The entropy is plain, not relative to the product of the masses. Sinkhorn sweeps run on the logarithms ``u = f (log
-    1 - log K e^v)``, ``v = f (log 1 - log K^T e^u)``, ``K = exp(-C/reg)``; source: OTPO (``scripts/otpo_trainer.py``)
-    with POT 0.9.4's ``sinkhorn_unbalanced``.
+    Each token has mass 1 (masses are not normalised); masked rows and columns are excluded. ``costs`` come from
+    ``token_costs``. The entropy is plain, not relative to the product of the masses. Sinkhorn sweeps run on the
+    logarithms ``u = f (log 1 - log K e^v)``, ``v = f (log 1 - log K^T e^u)``, ``K = exp(-C/reg)``; source: OTPO
+    (``scripts/otpo_trainer.py``) with POT 0.9.4's ``sinkhorn_unbalanced``.
     """
     both = chosen_mask.unsqueeze(2) & rejected_mask.unsqueeze(1)
     kernel = torch.where(both, torch.exp(-costs / reg), 0.0)
@@ -122,7 +122,7 @@ def _log_product(
 ) -> Float[Tensor, "pairs a"]:
     """Returns ``log(kernel @ exp(logs))`` over the real columns.
 
-    The largest term is factored out, so that nothing overflows.
+    The largest term is factored out to prevent overflow.
     """
     real = logs.masked_fill(~mask, -torch.inf)
     top = real.amax(-1, keepdim=True)
@@ -142,13 +142,13 @@ LEAST_TOLERANCE = 1e-11  # limit of float64 rounding
 
 @dataclass(frozen=True)
 class Transport(OnlineSource):
-    """Mass of each token in the optimal transport plan between a pair's responses; equal weights before training.
+    """Mass of each token in the optimal transport plan between a pair's two responses.
 
-    Unbalanced transport with an entropy term ``reg`` and a penalty ``reg_m`` on masses other than 1 per token. Costs
-    are distances between the policy's last hidden states at the positions that predict the tokens. The weights of each
-    side sum to the token count of the shorter response.
+    Before training, all tokens get equal weights. The transport is unbalanced, with an entropy term ``reg`` and a
+    penalty ``reg_m`` on masses other than 1 per token. Costs are distances between the policy's last hidden states at
+    the positions that predict the tokens. The weights of each side sum to the token count of the shorter response.
 
-    The number of Sinkhorn sweeps follows from the settings: it guarantees a relative error of at most ``tolerance`` in
+    The number of Sinkhorn sweeps is derived from the settings to guarantee a relative error of at most ``tolerance`` in
     every weight of any pair. Settings that require more than ``max_iterations`` sweeps are rejected.
     """
 
@@ -178,7 +178,7 @@ class Transport(OnlineSource):
         return sweeps_needed(self.reg, self.reg_m, self.tolerance)
 
     def transport_plan(self, policy: TokenStats, batch: PreferenceBatch) -> TransportPlan:
-        """Returns the transport plan of each pair of the batch, in float64. ValueError without hidden states."""
+        """Returns the transport plan of each pair of the batch, in float64. ValueError if hidden states are missing."""
         if policy.hidden is None:
             raise ValueError("weights=transport needs the policy's hidden states, but none were computed for the batch")
         hidden, masks = policy.hidden.detach().chunk(2), batch.main.response_mask.chunk(2)
@@ -190,7 +190,7 @@ class Transport(OnlineSource):
     ) -> Float[Tensor, "rows R"]:
         """Returns the row sums of each pair's plan (chosen) and its column sums (rejected).
 
-        At least float32; float64 for float64 states.
+        The dtype is float32, or float64 if the hidden states are float64.
         """
         plan = self.transport_plan(policy, batch)
         assert policy.hidden is not None

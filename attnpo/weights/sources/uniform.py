@@ -1,4 +1,4 @@
-"""Equal weights: the control for which TwDPO equals DPO."""
+"""Equal weights: the control under which TwDPO equals DPO."""
 
 from dataclasses import dataclass
 from typing import ClassVar

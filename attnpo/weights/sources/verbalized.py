@@ -46,10 +46,10 @@ class LoadedVerbalizer:
 
 @dataclass(frozen=True)
 class Verbalized(CapturedSource):
-    """Score that the model assigned to the part containing a token; 0 if no such part was found.
+    """Score that the model assigned to the part that contains a token; 0 for tokens outside all parts.
 
-    ``min_coverage``: share of a response's tokens that must have a score (paper: 0.9); pairs with a side below it are
-    dropped and counted.
+    ``min_coverage``: share of a response's tokens that must have a score (paper: 0.9); pairs in which either response
+    falls below it are dropped and counted.
     """
 
     postprocess: Postprocess = field(default_factory=lambda: Postprocess(sink_tokens=0))
@@ -68,9 +68,9 @@ class Verbalized(CapturedSource):
     def capture(
         self, pairs: Sequence[PreferencePair], reader: object, layers: tuple[StoredRow, ...]
     ) -> list[PairWeights]:
-        """Returns one round per pair, a float32 row of scores per response.
+        """Returns one round per pair, with a float32 row of scores for each response.
 
-        All prompts go to the generator in one call. A pair that the generator cannot be asked about is returned as
+        The generator is called once for all prompts. A pair that the generator cannot be asked about is returned as
         ``UnreadablePair``.
         """
         if not isinstance(reader, LoadedVerbalizer):
@@ -98,7 +98,7 @@ def _score_row(pair: PreferencePair, side: str, answer: str, questions: ScorePro
 
 
 def spread_scores(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[int, int]]) -> Float[Tensor, " n"]:
-    """Returns a score per token: the mean score of its characters that have one; 0 if there are none.
+    """Returns the score of each token: the mean over its scored characters, or 0 if it has no scored characters.
 
     A whitespace token inside a part gets the score of that part. Parts are quoted without the whitespace between them,
     so a whitespace token after a part gets the score of the part before it.
@@ -115,6 +115,6 @@ def spread_scores(spans: Sequence[ScoredSpan], response: str, places: Sequence[t
 
 
 def _mean_score(scores: Float[Tensor, " characters"]) -> float:
-    """Returns the mean of the scores above 0; 0 if there are none."""
+    """Returns the mean of the positive scores; 0 if no score is positive."""
     scored = scores[scores > 0]
     return float(scored.mean()) if scored.numel() else 0.0
