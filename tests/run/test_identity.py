@@ -83,6 +83,7 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
         ("run/report.py", "display/heatmap.py"),
         ("run/report.py", "display/page.py"),
         ("run/report.py", "display/tables.py"),
+        ("lab/testbed/scoring.py", "evaluation/intervals.py"),  # says how small an effect a study detects
         ("lab/studies/plan.py", "lab/studies/benchmark_settings.py"),  # refuses what could not be measured
         ("lab/studies/runner.py", "lab/studies/benchmark_settings.py"),  # the same, once the base is there
         ("lab/studies/runner.py", "lab/studies/benchmarks.py"),  # measures what the points have left

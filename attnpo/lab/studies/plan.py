@@ -42,8 +42,9 @@ class TimeEstimate:
         if self._stored is None:
             return UNKNOWN
         seconds = self._stored["point"] * self.points + self._stored["base"] * self.seeds
+        one = f" ({format_duration(seconds / self.seeds)} with seeds=1)" if self.seeds > 1 else ""
         return (
-            f"about {format_duration(seconds)}, based on earlier runs on this machine; "
+            f"about {format_duration(seconds)}{one}, based on earlier runs on this machine; "
             "less if points are already finished"
         )
 
