@@ -1,6 +1,6 @@
-"""Backbone and vocabulary head of a Hugging Face causal language model, and how they produce its logits.
+"""Finds the backbone and vocabulary head of a Hugging Face causal LM, and checks that they reproduce its logits.
 
-Both are located through transformers' accessors and config fields, never by model name, and checked on a few tokens.
+Both are found through transformers' accessors and config fields, never by model name. The check runs on a few tokens.
 """
 
 import logging
@@ -43,8 +43,8 @@ class ModelParts:
 def find_parts(model: PreTrainedModel) -> ModelParts | None:
     """Finds the backbone and head of a causal LM; returns None unless the head is a single plain linear layer.
 
-    A head with adapters or 4-bit weights is not plain. The soft-cap, divisor and factor of the logits are read from the
-    text config (``final_logit_softcapping``, ...).
+    A head with adapters or 4-bit weights is not plain. The soft-cap, divisor and scale factor applied to the logits are
+    read from the text config (``final_logit_softcapping``, ...).
     """
     backbone = backbone_of(model)
     head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -67,12 +67,12 @@ def layer_stack(model: nn.Module) -> nn.ModuleList:
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Counts all parameters, trainable or frozen; tied parameters count once."""
+    """Counts all parameters, trainable or frozen; tied parameters are counted once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Returns the number of rows of the input embeddings, or 2 if the embeddings are not a plain table."""
+    """Returns the number of rows in the input embedding table, or 2 if the embeddings are not a plain table."""
     table: object = model.get_input_embeddings()
     return int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
 
@@ -103,8 +103,8 @@ def has_exact_parts(model: PreTrainedModel) -> bool:
     gap = float((ours - expected).abs().max())
     if gap > bound:
         logger.warning(
-            "%s: logits of backbone and head differ from the model's by %.3g (bound %.3g); full logits are used, which "
-            "is slower and needs more memory",
+            "%s: logits computed from backbone and head differ from the model's by %.3g (bound %.3g); full logits are "
+            "used instead, which is slower and needs more memory",
             *(_class_name(model), gap, bound),
         )
     return gap <= bound
@@ -112,7 +112,7 @@ def has_exact_parts(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def first_position(model: PreTrainedModel) -> int:
-    """Finds by trial the position id of a row's first token: 0, or the padding id plus 1 (as in RoBERTa).
+    """Runs the model to find the position id of a row's first token: 0, or the padding id plus 1 (as in RoBERTa).
 
     Raises:
         UserError: the model numbers positions differently.
@@ -128,8 +128,8 @@ def first_position(model: PreTrainedModel) -> int:
             if not float((ours - own).abs().max()) > probe_bound(own):  # NaN from a broken model is reported elsewhere
                 return first
     raise UserError(
-        f"{_class_name(model)} numbers token positions neither from 0 nor from its padding id plus 1, so prompts and "
-        "responses cannot be laid out for it: choose another model"
+        f"{_class_name(model)} does not number token positions from 0 or from its padding id plus 1, so its inputs "
+        "cannot be built: choose another model"
     )
 
 
@@ -153,7 +153,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Puts ``model`` in training mode without dropout inside the context; restores modes, buffers and random state."""
+    """Puts ``model`` in training mode without dropout in the context, then restores modes, buffers and random state."""
     modes = {module: module.training for module in model.modules()}
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}

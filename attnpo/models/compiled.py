@@ -1,8 +1,8 @@
 """Compiles a model's blocks one by one with ``torch.compile``, and checks that the results stay the same.
 
-Blocks of the same kind share their compiled code. Adapters are compiled too. Activation checkpointing, layouts, the
-vocabulary head with its chunk loop, calls with a KV cache, and bucketed attention, whose shapes change with every
-batch, are not compiled.
+Blocks of the same kind share their compiled code. Adapters are compiled too. The following are not compiled: activation
+checkpointing, layouts, the vocabulary head with its chunk loop, calls with a KV cache, and bucketed attention (because
+its shapes change with every batch).
 """
 
 import gc
@@ -36,7 +36,7 @@ LENGTHS = (48, 640)
 MOST_GRAPHS = 64
 """Maximum number of graphs per block, after which torch stops compiling.
 
-Gradients, prefixes and windows each need separate graphs.
+Gradients, prefixes and windows each require a separate graph.
 """
 
 BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-3}  # norms are computed in float32 even in a float64 model
@@ -68,8 +68,8 @@ def check_backend(backend: str) -> None:
 
     if backend not in list_backends(exclude_tags=()):
         raise UserError(
-            f"model.compile={backend!r} is not an available backend of torch.compile: set one of "
-            f"{', '.join(list_backends())} (inductor is the default), or null"
+            f"model.compile={backend!r} is not an available torch.compile backend: choose one of "
+            f"{', '.join(list_backends())} (inductor is the default), or set model.compile=null"
         )
 
 
@@ -108,7 +108,8 @@ def check_compiled_blocks(
             )
         low = ", due to rounding in low precision" if dtype is None else ""
         log.info(
-            "%s: log-probabilities and gradients of compiled blocks agree with those of uncompiled ones to %.1g%s (%s)",
+            "%s: log-probabilities and gradients of compiled blocks agree with those of uncompiled blocks to within "
+            "%.1g%s (%s)",
             *(what, gap, low, worst),
         )
 
@@ -144,7 +145,7 @@ def _run_probe(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Te
 
 
 def _relative_gaps(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Returns each tensor's relative difference by name: the norm of the difference over the expected norm.
+    """Returns each tensor's relative difference by name: the norm of the difference divided by the expected norm.
 
     The divisor is at least ``SMALLEST`` times the largest gradient norm.
     """

@@ -1,4 +1,4 @@
-"""Reads a model's attention kernel, readable layers and exact length from its config, before weights are loaded.
+"""Determines a model's attention kernel, readable layers and exact length from its config, without loading weights.
 
 The kernel and layers are determined from the module tree on the meta device, never from the name of the model type.
 """
@@ -14,7 +14,7 @@ from attnpo.schema import UserError
 
 
 class ModelDescription(NamedTuple):
-    """Class name of a causal LM, its attention implementation ("sdpa", or "eager" if it has no other) and its layers.
+    """Class name of a causal LM, its attention implementation ("sdpa", or "eager" if it is the only one) and layers.
 
     ``layers``: 1-based indices, in ascending order, of the layers whose attention can be read. ``mapped``: attention
     can be read only as eager attention maps. ``why``: the reason if no layer can be read.
@@ -57,7 +57,7 @@ def attending_layers(backbone: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
-    """Returns the layers that return eager attention maps for six meta tokens, or the reason if none do."""
+    """Returns the layers that return eager attention maps for six meta-device tokens, or the reason if none do."""
     ids = torch.zeros(1, TRIED, dtype=torch.long, device="meta")
     try:
         asked = {"attention_mask": torch.ones_like(ids), "output_attentions": True, "use_cache": False}
@@ -84,7 +84,7 @@ def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
 
 
 def _can_return_maps(model: PreTrainedModel) -> bool:
-    """Returns whether the class declares attention maps, as recorded outputs or as an argument of its forward."""
+    """Returns whether the class declares attention maps, as recorded outputs or as an argument to its forward."""
     return any(
         "attentions" in (getattr(part, "_can_record_outputs", None) or ())
         or "output_attentions" in inspect.signature(type(part).forward).parameters
@@ -114,7 +114,7 @@ def build_on_meta(config: PretrainedConfig, attention: str | None = None) -> Pre
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns the submodule of a causal LM that computes hidden states; the model itself if there is none."""
+    """Returns the submodule of a causal LM that computes hidden states, or the model itself if it has none."""
     decoder: object = model.get_decoder()  # type: ignore[no-untyped-call]
     if not isinstance(decoder, PreTrainedModel):  # a vocabulary head may have the library's name for a decoder
         decoder = model.base_model

@@ -1,8 +1,8 @@
 """Generates responses with a causal LM through Hugging Face ``generate``, using only attnpo's own decoding settings.
 
-Only the end-of-sequence ids are taken from the folder's generation config. Sampling inverts the cumulative distribution
-with one uniform number per prompt and step, derived from the seed and the prompt, so a response does not depend on its
-batch. Presence and frequency penalties are subtracted from the logits first, as in vLLM and OpenAI's API.
+Only the end-of-sequence ids are taken from the model folder's generation config. Sampling inverts the cumulative
+distribution with one uniform number per prompt and step, derived from the seed and the prompt, so a response does not
+depend on its batch. Presence and frequency penalties are subtracted from the logits first, as in vLLM and OpenAI's API.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,7 +38,7 @@ from attnpo.text.chat import ChatFormat
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Token ids of a prompt, up to the start of the response; ``draw``: index among several responses to it."""
+    """Token ids of a prompt, up to the start of the response; ``draw``: index of the response among several."""
 
     ids: Sequence[int]
     draw: int = 0
@@ -46,7 +46,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class GeneratedResponse:
-    """Text of a response without special tokens, its number of tokens, and whether the model stopped by itself.
+    """Text of a response without special tokens, its number of tokens, and whether the model stopped on its own.
 
     ``tokens`` does not count the end token; a response without one has ``max_new_tokens`` tokens.
     """
@@ -60,8 +60,8 @@ class HFGenerator:
     """Generates responses to chat prompts with a Hugging Face causal LM.
 
     ``encode_prompt`` maps turns to token ids, up to the start of the response. A batch has at most ``batch_size``
-    prompts and ``token_budget`` tokens, including padding and room for responses, but at least one prompt. ``end_ids``:
-    additional token ids that end a response.
+    prompts and ``token_budget`` tokens, including padding and room for responses, but it always has at least one
+    prompt. ``end_ids``: additional token ids that end a response.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ def max_sequence_length(path: str, revision: str | None, key: str, asked: int | 
 
 
 class RepetitionPenalties(LogitsProcessor):
-    """Logits processor that penalises tokens already in the response: ``presence``, plus ``frequency`` per occurrence.
+    """Logits processor that penalises tokens already in the response by ``presence`` plus ``frequency`` per occurrence.
 
     The response starts after the first ``width`` tokens. Source: OpenAI's API reference, which vLLM follows.
     """
@@ -246,7 +246,7 @@ class RepetitionPenalties(LogitsProcessor):
 
 
 class _InverseSampling(LogitsProcessor):
-    """Logits processor that samples by inversion with one random number per prompt and step; keeps the drawn token."""
+    """Logits processor that samples by inverting the CDF at given random numbers; masks all but the sampled token."""
 
     def __init__(self, uniforms: Float[Tensor, "rows steps"], width: int) -> None:
         self.uniforms, self.width = uniforms, width
@@ -265,7 +265,7 @@ def make_logits_processors(
 ) -> LogitsProcessorList:
     """Returns the processors that sample from logits: penalties, transformers' warpers, then inversion.
 
-    Greedy decoding uses the penalties only.
+    Greedy decoding uses only the penalties.
     """
     steps = LogitsProcessorList()
     if sampling.presence_penalty or sampling.frequency_penalty:
@@ -291,7 +291,7 @@ def draw_uniforms(request: GenerationRequest, sampling: Sampling) -> Float[Tenso
 
 
 def padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> int:
-    """Returns the tokenizer's padding id; if the model has no embedding for it, an end id, or 0 if there is none."""
+    """Returns the tokenizer's padding id if the model has an embedding for it, else an end id or, failing that, 0."""
     rows, pad = config_vocabulary_size(model.config), tokenizer.pad_token_id
     known = [index for index in ([] if pad is None else [int(pad)]) + sorted(end_ids) if rows is None or index < rows]
     return known[0] if known else 0
@@ -306,7 +306,7 @@ def collect_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 
 def extra_end_ids(path: str | Path) -> dict[str, list[int]]:
-    """Returns the EOS ids that are only in generation_config.json, for use in a cache key; empty for a hub name."""
+    """Returns the EOS ids found only in generation_config.json, for use in a cache key; empty for a hub name."""
     if not (Path(path).expanduser() / GENERATION_CONFIG_NAME).is_file():
         return {}
     try:
@@ -324,7 +324,7 @@ def _end_ids(config: GenerationConfig | PretrainedConfig | None) -> set[int]:
 
 @contextmanager
 def replace_generation_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Replaces the folder's generation config, which would fill in unset values, with ``config`` inside the context."""
+    """Uses ``config`` in the context instead of the folder's generation config, which would fill in unset values."""
     folder = model.generation_config
     model.generation_config = config
     try:

@@ -72,9 +72,9 @@ def prompt_lengths(rows: RowGroup) -> Int[Tensor, " rows"]:
     inputs, mask = rows.inputs, rows.inputs.attention_mask
     count, width = len(rows.response_mask), inputs.input_ids.shape[1]
     refusal = UserError(
-        "weights=gradient and TI-DPO's anchors need the padded layout, one right-padded row of prompt and response for "
-        f"each of {count} responses, but the model inputs of shape {tuple(inputs.input_ids.shape)} have a different "
-        "layout: set layout=padded, or choose another objective"
+        "weights=gradient and TI-DPO's anchors need the padded layout (one right-padded row of prompt and response for "
+        f"each of the {count} responses), but the model inputs of shape {tuple(inputs.input_ids.shape)} have a "
+        "different layout: set layout=padded, or choose another objective"
     )
     if inputs.segments is not None or mask is None or mask.dim() != 2 or inputs.input_ids.shape[0] != count:
         raise refusal
@@ -89,7 +89,7 @@ def prompt_lengths(rows: RowGroup) -> Int[Tensor, " rows"]:
 
 
 def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "..."]]:
-    """Returns the next-token logits at each row's last token, and their input embeddings as a leaf tensor."""
+    """Returns the next-token logits at each row's last token, and the rows' input embeddings as a leaf tensor."""
     assert inputs.attention_mask is not None
     count, width = inputs.input_ids.shape
     last = torch.arange(count, device=inputs.input_ids.device) * width + inputs.attention_mask.sum(-1) - 1
@@ -98,7 +98,7 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
     whole: list[Tensor] = []
 
     def detach_embeddings(made: Tensor) -> Tensor:
-        """Detaches the embeddings from their table, so that the gradient stops here."""
+        """Detaches the embeddings from the embedding table to stop the gradient here."""
         embeddings.append(made.detach().requires_grad_())
         return embeddings[-1]
 
@@ -130,7 +130,7 @@ def _embedding_module(policy: ScoredLM) -> nn.Module:
 
 @contextmanager
 def _hook_output(module: nn.Module, hook: Callable[[Output], Tensor | None]) -> Iterator[None]:
-    """Calls ``hook`` inside the context with each output of ``module`` if gradients are on; ``hook`` may replace it."""
+    """Lets ``hook`` replace each output of ``module`` inside the context, if gradients are enabled."""
     handle = module.register_forward_hook(lambda _, __, made: hook(made) if torch.is_grad_enabled() else None)
     try:
         yield
@@ -151,7 +151,7 @@ def _clone_inputs(rows: RowGroup) -> ModelInputs:
 def _split_prompt_response(
     scores: Float[Tensor, "rows T"], prompts: Int[Tensor, " rows"], rows: RowGroup
 ) -> InputGradient:
-    """Splits each row's token scores into the response's scores and the sum of the prompt's."""
+    """Splits each row's token scores into the scores of the response tokens and the sum over the prompt tokens."""
     width = scores.shape[1]
     places = prompts[:, None] + torch.arange(rows.response_mask.shape[1], device=scores.device)
     response = scores.gather(1, places.clamp(max=width - 1))

@@ -18,7 +18,7 @@ CHOICES = ("kept", "full")
 LARGE = 1 << 20
 """Minimum file size in bytes for a cached digest; smaller files are hashed quickly."""
 SETTLED = 2 * 10**9
-"""Nanoseconds after a change in which another write may not change the timestamps; digests are not cached then."""
+"""Nanoseconds after a write in which another write may leave the timestamps unchanged; no digest is cached then."""
 
 _known: dict[tuple[str | int, ...], str] = {}
 _places: list[tuple[Path, bool]] = []
@@ -67,7 +67,7 @@ def _read_cached_digest(facts: dict[str, str | int]) -> str | None:
     found = record.pop("sha256", None)
     if record != facts or not isinstance(found, str):
         return None
-    log.info("%s: unchanged since it was hashed (digests=full hashes it again)", Path(str(facts["path"])).name)
+    log.info("%s: unchanged since it was hashed (set digests=full to hash it again)", Path(str(facts["path"])).name)
     return found
 
 

@@ -65,8 +65,8 @@ def packed_layout(sequences: Sequences, pad_id: int) -> LayoutOutput:
 def shared_prefix_layout(sequences: Sequences, pad_id: int) -> LayoutOutput:
     """Lays out pairs in one row without padding: the prompt once, then the chosen and the rejected response.
 
-    Rows i and P+i of 2P form a pair. The rejected response attends to the prompt and to itself, and its positions
-    continue after the prompt. Pairs with different prompts become two sequences. Raises ``UserError`` like
+    Rows i and P+i (of 2P rows) form a pair. The rejected response attends to the prompt and to itself, and its
+    positions continue after the prompt. Pairs with different prompts become two sequences. Raises ``UserError`` like
     ``padded_layout``.
     """
     return _pack_into_one_row(sequences, pad_id, len(sequences) // 2 if len(sequences) % 2 == 0 else 0)
@@ -133,13 +133,13 @@ def _row_order(sequences: Sequences, pairs: int) -> Iterator[tuple[int, int | No
 @cache
 def _log_unshared_prompts() -> None:
     log.info(
-        "layout shared_prefix: the prompts of a pair differ, because each branch is truncated separately; such pairs "
-        "become two sequences"
+        "layout shared_prefix: the prompts of some pairs differ because each branch is truncated separately; these "
+        "pairs are packed as two sequences"
     )
 
 
 def _predict_index(sequences: Sequences, before: Sequence[int], starts: Sequence[int]) -> Int[Tensor, "rows R"]:
-    """Returns the flat index of the state that predicts each token: ``before`` first, then the previous token."""
+    """Returns the flat index of the state that predicts each token: ``before`` for the first, then the previous."""
     index = torch.zeros(len(sequences), max(len(response) for _, response in sequences), dtype=torch.long)
     for row, (_, response) in enumerate(sequences):
         count = len(response)

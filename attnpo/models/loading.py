@@ -77,8 +77,8 @@ def load_model(
 
     ``reward``: load with a sequence classification head; ``fresh_head`` initialises one with a single output if the
     folder has none. ``quantize`` (nf4 or fp4) stores the blocks' linear layers in 4 bits, on ``device``.
-    ``attn_implementation="sdpa"`` falls back to eager if the class has no other. ``tried``: the model is known to be
-    causal and is not checked again.
+    ``attn_implementation="sdpa"`` falls back to eager if the class supports nothing else. ``tried``: the model is known
+    to be causal, so it is not checked again.
 
     Raises:
         UserError: files are missing or incomplete, weights have the wrong shape or belong to an adapter, the hub is
@@ -200,7 +200,7 @@ def check_rotary(model: nn.Module) -> None:
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer from a folder or the hub; if it has no padding token, its end or unknown token is used."""
+    """Loads a tokenizer from a folder or the hub; if it has no pad token, its EOS or unknown token is used."""
     source = _resolve_source(path, "tokenizer")
     if isinstance(source, Path):
         _verify_checksums(source, TEXT_PATTERNS)
@@ -209,7 +209,9 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     if tokenizer.pad_token_id is None:
         fallback = tokenizer.eos_token or tokenizer.unk_token
         if fallback is None:
-            raise UserError(f"{path}: the tokenizer has no padding, end or unknown token: set pad_token in its folder")
+            raise UserError(
+                f"{path}: the tokenizer has no pad, EOS or unknown token; set pad_token in its tokenizer_config.json"
+            )
         tokenizer.pad_token = fallback
     return tokenizer
 
@@ -226,7 +228,7 @@ def num_layers(path: str | Path, revision: str | None = None) -> int:
 
 
 def num_heads(path: str | Path, revision: str | None = None) -> int:
-    """Returns the number of query heads per layer; raises ``UserError`` if it differs by layer or is missing."""
+    """Returns the number of query heads per layer; raises ``UserError`` if it varies by layer or is missing."""
     return num_heads_from_config(load_text_config(path, revision), path)
 
 
@@ -271,7 +273,7 @@ def load_config(path: str | Path, revision: str | None = None) -> PretrainedConf
 def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[str, str]:
     """Returns the fingerprint of a model: digests of config and weights for a folder, the commit for a hub name.
 
-    Raises ``UserError`` like ``load_model`` if the model is missing, incomplete or has an adapter.
+    Raises ``UserError`` like ``load_model`` if the model is missing or incomplete, or has an adapter.
     """
     source = _resolve_source(path, "model")
     if isinstance(source, str):
@@ -317,7 +319,7 @@ def _check_no_adapter(source: Path | str, revision: str | None = None) -> None:
         )
     raise UserError(
         f"{source} contains an adapter (adapter_config.json), which would be applied to the weights next to it, even "
-        "if those weights already contain it: delete adapter_config.json and adapter_model.* to load those weights "
+        "if it is already merged into them: delete adapter_config.json and adapter_model.* to load those weights "
         f"unchanged, or {merged}"
     )
 
@@ -391,7 +393,7 @@ def _describe_load_error(what: str, path: str | Path, revision: str | None, erro
             "model whose architecture and tokenizer are part of this version of transformers"
         )
     if local:
-        return f"{start}: {words}; if a file of this folder is damaged or missing, copy or export the folder again"
+        return f"{start}: {words}; if a file in this folder is damaged or missing, copy or export the folder again"
     if (reason := hub_unreachable_reason()) is not None:
         return (
             f"{start}: there is no such local folder, no complete copy in the hub's cache, and {reason}: give an "
@@ -404,7 +406,7 @@ def _describe_load_error(what: str, path: str | Path, revision: str | None, erro
 
 
 def load_chat(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
-    """Loads a model's chat format; returns the settings, with template texts instead of file names, and the format."""
+    """Loads a model's chat format; returns the settings, with template files replaced by their text, and the format."""
     model = replace(
         model,
         chat_template=read_template(model.chat_template),

@@ -108,7 +108,8 @@ STATISTICS: Mapping[str, Statistic] = {
 }
 """Statistics of one distribution: entropy in nats, log of the sum of squared probabilities, largest probability.
 Statistics of two distributions at the same position: KL(reference || policy) and KL(policy || reference) in nats; the
-label's log-probability in nats under the contrast softmax(2 z - z'), with the logits z and z' of the two models."""
+label's log-probability in nats under the contrast softmax(2 z - z'), where z and z' are the logits of the two
+models."""
 
 
 def token_statistics(
@@ -124,8 +125,8 @@ def token_statistics(
     """Computes statistics per token under the keys "logps", "vocab:<name>" and "joint:<name>", in one chunk loop.
 
     Gradients flow to ``hidden`` and the head, but not to the second model in ``other`` (hidden states and head).
-    ``chunk`` is the number of tokens per chunk (half of it for joint statistics); it affects only memory. Under
-    autocast the projection runs in the autocast dtype. Raises ``UserError`` for joint statistics without ``other``.
+    ``chunk`` is the number of tokens per chunk (halved for joint statistics); it affects only memory. Under autocast
+    the projection runs in the autocast dtype. Raises ``UserError`` for joint statistics without ``other``.
     """
     names = ["logps", *(f"vocab:{name}" for name in vocab), *(f"joint:{name}" for name in joint)]
     statistics = [STATISTICS[name] for name in names[1:]]
@@ -214,7 +215,7 @@ class _ChunkPlan:
     def second_logits(
         self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None
     ) -> Callable[[slice], Tensor | None]:
-        """Returns a function that computes the second model's logits for a slice of tokens; None without that model."""
+        """Returns a function that computes the second model's logits for a token slice, or None if there is none."""
         if self.second is None or hidden is None or weight is None:
             return lambda rows: None
         head = self.second.head(weight, bias)
@@ -342,7 +343,7 @@ def _fill_logit_gradient(
     normalisers: Tensor,
     plan: _ChunkPlan,
 ) -> None:
-    """Replaces a chunk's final logits with the gradient before cap and scale; overwrites the other logits too."""
+    """Replaces a chunk's final logits with the gradient before cap and scale; also overwrites ``other``, if any."""
     for part in _slices(len(logits), plan.part):
         mine, softcap = logits[part], plan.model.softcap
         slope = None if softcap is None else mine.div(softcap).square_().neg_().add_(1)  # 1 - (y / cap)^2

@@ -87,8 +87,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 class MergeRounding:
     """Rounding loss from merging adapters into weights, summed over all adapted weights.
 
-    ``update``, ``lost``: squared norms of the update and of its lost part. ``unchanged``: number of the ``weights``
-    that equal the base's after rounding to ``dtype``.
+    ``update``, ``lost``: squared norms of the update and of its lost part. ``unchanged``: how many of the ``weights``
+    equal the base's after rounding to ``dtype``.
     """
 
     base: str
@@ -141,11 +141,11 @@ class MergeRounding:
 def merge_state_dict(
     model: nn.Module, *, keep: bool = True, dtype: torch.dtype | None = None, rounding: MergeRounding | None = None
 ) -> dict[str, Tensor]:
-    """Merges the adapters into a state dict of the plain base model, under its own parameter names, on the CPU.
+    """Merges the adapters into a CPU state dict of the plain base model, with the base's own parameter names.
 
     Sums are computed in float32 and rounded once to ``dtype`` (None: the base's); ``rounding`` records the loss. The
     model is not changed, and tensors without an adapter may share its memory. 4-bit weights are dequantized. Sharded
-    tensors are gathered one by one (a collective: every rank must call it); with ``keep`` false the dict is empty.
+    tensors are gathered one by one (a collective: every rank must call it); if ``keep`` is false, the dict is empty.
     """
     adapted = _adapter_layers(model)
     packed = {name: value for name, value in model.named_parameters() if hasattr(value, "quant_state")}
@@ -174,7 +174,7 @@ def merge_state_dict(
 def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
     """Gathers the adapters' tensors on the CPU under peft's names (a collective: every rank must call it).
 
-    With ``keep`` false the dict is empty.
+    If ``keep`` is false, the dict is empty.
     """
     if not has_adapters(model):
         return {}
@@ -300,7 +300,8 @@ def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
 def expert_tensor_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
     """Returns the full names of fused expert tensors [experts _ _] that get an adapter per expert.
 
-    Empty with dropout, which peft cannot apply there, and for models with transposed linear layers, which peft rejects.
+    Empty if dropout is set, which peft cannot apply to experts, and for models with transposed linear layers, which
+    peft rejects.
     """
     if spec.dropout or any(isinstance(module, Conv1D) for module in model.modules()):
         return []
@@ -315,7 +316,7 @@ def expert_tensor_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
 
 
 def unadaptable_names(model: PreTrainedModel) -> list[str]:
-    """Returns the last name parts of linear modules that cannot be adapted because their weight is used directly."""
+    """Returns the short names of linear modules that cannot be adapted because their weight is used directly."""
     if find_spec("peft") is None:
         return []
     plain = (nn.Linear.forward, Conv1D.forward)
@@ -334,7 +335,7 @@ def unadaptable_names(model: PreTrainedModel) -> list[str]:
 
 
 def describe_adapter_coverage(model: PreTrainedModel, spec: LoraSpec) -> str:
-    """Describes for the log what share of the parameters is in adapted modules, and which modules are not adapted."""
+    """Summarises for the log the share of parameters in adapted modules, and which modules are not adapted."""
     targets, experts = target_names(model, spec), expert_tensor_names(model, spec)
     owned = {f"{name}.weight" for name in targets} | set(experts)
     reached, stacked, total = 0, 0, 0
@@ -362,7 +363,7 @@ def _is_target(name: str, target: str) -> bool:
 
 
 def parent_paths(name: str) -> Iterator[str]:
-    """Yields the paths of all modules that contain the tensor ``name``, the longest first."""
+    """Yields the paths of all modules that contain the tensor ``name``, longest first."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name

@@ -1,8 +1,8 @@
 """Estimates a model's size and a run's memory per device from the config, before any weight is loaded.
 
-Parameters are counted on the meta device. Activations are those of a decoder block with rotary attention, two norms and
-a gated MLP, as saved by autograd for Llama in torch 2.13, uncompiled and compiled; other blocks use the same formulas.
-CUDA context and fragmentation are covered by the share that ``MemoryEstimate.fits`` keeps free.
+Parameters are counted on the meta device. Activation formulas assume a decoder block with rotary attention, two norms
+and a gated MLP, and match what autograd saves for Llama in torch 2.13, both uncompiled and compiled. Other blocks use
+the same formulas. CUDA context and fragmentation are covered by the share that ``MemoryEstimate.fits`` keeps free.
 """
 
 from bisect import bisect_left
@@ -62,7 +62,7 @@ class ModelShape:
 
     @classmethod
     def from_model_config(cls, config: PretrainedConfig, lora: LoraSpec | None = None) -> "ModelShape":
-        """Builds the shape from a causal LM's widest layers; raises UserError if ``config`` is not a causal LM's."""
+        """Builds the shape from a causal LM's widest layers; raises UserError if ``config`` defines no causal LM."""
         model = build_on_meta(config)
         stack = layer_stack(backbone_of(model))
         text = config.get_text_config()
@@ -97,7 +97,7 @@ def count_adapter_parameters(model: PreTrainedModel, lora: LoraSpec) -> int:
 
 
 def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> tuple[int, int]:
-    """Counts a causal LM's parameters and those added by LoRA; raises UserError if ``config`` is not a causal LM's."""
+    """Counts a causal LM's parameters and those added by LoRA; raises UserError if ``config`` defines no causal LM."""
     model = build_on_meta(config)
     return parameter_count(model), 0 if lora is None else count_adapter_parameters(model, lora)
 
@@ -106,7 +106,7 @@ def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> 
 class MemoryRow:
     """Row of the memory table: bytes per device, how they were computed, and when they are in use.
 
-    ``moments``: moments of the step at which they are in use; () means always.
+    ``moments``: moments of the step at which the bytes are in use; () means always.
     """
 
     name: str
@@ -152,7 +152,7 @@ class MemoryEstimate:
         return sum(row.bytes_at(moment) for row in self.rows)
 
     def fits(self, capacity: int) -> bool:
-        """Returns whether the estimate fits devices of ``capacity`` bytes, with a share kept free."""
+        """Returns whether the estimate fits devices of ``capacity`` bytes while leaving a share of them free."""
         return self.total <= capacity * (1 - FREE_SHARE)
 
     def lines(self, capacity: int | None = None, others: "Mapping[str, MemoryEstimate] | None" = None) -> list[str]:
@@ -207,7 +207,7 @@ def adapter_bytes_per_token(shape: ModelShape, compute: int) -> int:
 
 
 def max_token_budget(fits: Callable[[int], bool], least: int, most: int = MOST) -> int:
-    """Finds the largest token budget between ``least`` and ``most`` that ``fits``; ``least`` is assumed to fit."""
+    """Finds the largest token budget from ``least`` to ``most`` for which ``fits`` is true; assumes ``least`` fits."""
     steps = range(1, max(0, most - least) // ROUND + 1)
     return least + ROUND * bisect_left(steps, True, key=lambda step: not fits(least + ROUND * step))
 
@@ -230,7 +230,7 @@ def estimate_training(
     """Estimates training memory per device for the longest micro-batch: 2 x ``micro`` rows of ``max_length`` tokens.
 
     ``tokens`` and ``eval_tokens`` are token budgets that replace these rows. ``reference``: kind of reference, or None;
-    the other values come from the run's config. Raises UserError if ``config`` is not a causal LM's.
+    the other values come from the run's config. Raises UserError if ``config`` does not define a causal LM.
     """
     shape, chunk = ModelShape.from_model_config(config, model.lora), model.chunk
     weight = DTYPES[model.dtype].itemsize
@@ -300,10 +300,10 @@ def estimate_pass(
     tokens: int,
     mapped: int = 0,
 ) -> MemoryEstimate:
-    """Estimates the memory of the judge pass, without gradients: weights in ``dtype``, ``tokens`` tokens per forward.
+    """Estimates the judge pass's memory (without gradients) for weights in ``dtype`` and ``tokens`` tokens per forward.
 
-    ``mapped``: length of the longest prompt whose full attention maps are kept, or 0. Raises UserError if ``config`` is
-    not a causal LM's.
+    ``mapped``: length of the longest prompt whose full attention maps are kept, or 0. Raises UserError if ``config``
+    does not define a causal LM.
     """
     shape = ModelShape.from_model_config(config)
     weight = DTYPES[dtype].itemsize
@@ -424,7 +424,7 @@ def _step_rows(step: _MicroBatch) -> list[MemoryRow]:
 
 
 def _head_row(step: _MicroBatch, chunk: int, *, trained: bool) -> MemoryRow:
-    """Estimates the backward of the vocabulary head: a chunk of logits, head gradient, hidden states and gradients."""
+    """Estimates memory for the vocabulary head's backward: logits of a chunk, hidden states, and gradients."""
     shape = step.shape
     matrix = shape.vocab * shape.hidden
     size = _logit_bytes(shape, chunk, step.compute) + step.tokens * 3 * FP32 * shape.hidden
@@ -444,5 +444,5 @@ def _forward_bytes(step: _MicroBatch, tokens: int) -> int:
 
 
 def _logit_bytes(shape: ModelShape, chunk: int, compute: int) -> int:
-    """Returns the bytes of one chunk of logits, which exists in float32 and also in a shorter compute dtype."""
+    """Returns the bytes of one chunk of logits in float32, plus a copy in the compute dtype if that is shorter."""
     return chunk * shape.vocab * (FP32 + (compute if compute < FP32 else 0))

@@ -1,10 +1,10 @@
 """Attention over rows that pack many sequences, without padding and without a mask over the whole row.
 
 A packed row consists of segments: runs of queries that attend causally to their own keys and to a shared prefix
-elsewhere in the row (the prompt of both responses). In half precision on CUDA, a layer is a single call of torch's
-variable-length kernel if that kernel supports the layer's mask. Otherwise segments of similar size are gathered into
-padded calls of torch's fused kernel. Windows and chunks follow the mask function that transformers provides for the
-layer. Soft-caps and attention sinks use a plain softmax. Results equal those of a padded batch up to rounding.
+elsewhere in the row (the prompt of both responses). In half precision on CUDA, a layer's attention is a single call to
+torch's variable-length kernel if that kernel supports the layer's mask. Otherwise segments of similar size are gathered
+into padded calls of torch's fused kernel. Windows and chunks follow the mask function that transformers provides for
+the layer. Soft-caps and attention sinks use a plain softmax. Results equal those of a padded batch up to rounding.
 
 The plan is a keyword argument of the forward, and the mask function takes the place of the mask. A backward that
 recomputes activations therefore has access to both. Calls without a plan use the model's original attention.
@@ -31,7 +31,7 @@ PLAN = "segment_plan"  # keyword argument that carries the plan
 
 # transformers treats names that contain "sdpa", "eager" or "flash" specially; these must not contain them.
 NAMES = {"sdpa": "attnpo_segments", "eager": "attnpo_segments_plain"}
-"""Name by original implementation; calls without a plan still run the original kernel (or a plain softmax)."""
+"""Names of the segment attention by original implementation; calls without a plan run the original (or a softmax)."""
 
 WASTE = 1.3  # maximum ratio of padded to needed entries in a kernel call,
 SMALL = 1 << 13  # or maximum number of extra entries, which cost less than another call
@@ -40,7 +40,7 @@ FAR = 1 << 40  # position of padding keys, after every query
 HALF = (torch.float16, torch.bfloat16)
 """Dtypes supported by the variable-length kernel."""
 WIDEST, WIDTHS = 256, 8
-"""Maximum head dimension of the variable-length kernel, and the number that head dimensions must be a multiple of."""
+"""Maximum head dimension of the variable-length kernel; head dimensions must also be a multiple of the second value."""
 
 HOST = torch.device("cpu")
 _Attention = Callable[..., tuple[Tensor, None]]
@@ -94,8 +94,8 @@ class VarlenRow:
 class SegmentPlan:
     """Plan of the branches in a row, built on the CPU for a row on ``device``; kernel inputs are built on first use.
 
-    ``alone``: per branch, the part that belongs to no other branch: its start, length and number of preceding tokens.
-    ``branches``: per branch, the indices of all its tokens; padding repeats one.
+    ``alone``: start, length and number of preceding tokens of the part of each branch that no other branch contains.
+    ``branches``: token indices of each branch, padded by repeating one of them.
     """
 
     alone: Int[Tensor, "n 3"]
@@ -125,7 +125,9 @@ class SegmentPlan:
         start, count = alone[alone[:, 0].argsort(), :2].t()
         covered = int(count.sum())
         if covered != length or not torch.equal(start, count.cumsum(0) - count):
-            raise ValueError(f"segments of {covered} tokens in total do not cover the row's {length} exactly once")
+            raise ValueError(
+                f"segments with {covered} tokens in total do not cover the row's {length} tokens exactly once"
+            )
         return cls(alone, branches, device)
 
     @cached_property
@@ -234,7 +236,7 @@ def find_kernel(device: torch.device) -> Callable[..., object] | None:
 def describe_window(
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], local: int | None, longest: int
 ) -> tuple[int, int] | None:
-    """Describes a causal mask as a query's window (keys before, keys after; -1: all); None if it is not a window.
+    """Returns a causal mask's window per query (keys before, keys after; -1: all), or None if it is not a window.
 
     ``function``: mask function of (batch, head, query, key) positions; ``local``: maximum number of visible keys;
     ``longest``: longest sequence in tokens.
@@ -255,7 +257,7 @@ def describe_window(
 def sequence_boundaries(segments: Int[Tensor, "segments 4"], device: torch.device = HOST) -> dict[str, Tensor]:
     """Returns the sequence boundaries of a row as transformers' keyword arguments; empty if a prefix is shared.
 
-    Layers with a state along the row (convolutions, linear attention) need them.
+    Needed by layers that carry state along the row (convolutions, linear attention).
     """
     lines = segments[segments[:, 1] > 0]
     if bool((lines[:, 3] > 0).any()):
@@ -355,11 +357,11 @@ class SegmentMask:
         self._window: tuple[tuple[int, int] | None] | None = None
 
     def __getitem__(self, index: object) -> "SegmentMask":
-        """Returns self for models that slice the whole mask; raises ``UserError`` for a part of it."""
+        """Returns self for models that slice the whole mask; raises ``UserError`` for a partial slice."""
         return check_whole_mask(self, index)
 
     def full_mask(self, skip: bool) -> Tensor | None:
-        """Returns the mask of the whole batch; None for a causal one if ``skip`` is set."""
+        """Returns the mask of the whole batch, or None if it is causal and ``skip`` is set."""
         if skip not in self._whole:
             allowed = self.described.get("allow_is_causal_skip", True) and skip
             described: MaskArguments = {**self.described, "allow_is_causal_skip": allowed}
@@ -380,7 +382,7 @@ class SegmentMask:
         return self._window[0]
 
     def bucket_mask(self, plan: SegmentPlan, index: int, dtype: torch.dtype, *, skip: bool) -> Tensor | None:
-        """Returns the additive mask of a bucket [n 1 q k] in ``dtype``: 0 or -inf; None for a causal one with ``skip``.
+        """Returns a bucket's additive mask [n 1 q k] (0 or -inf) in ``dtype``; None if causal and ``skip`` is set.
 
         Evaluated at positions within a branch. Raises ``UserError`` if the mask is not a plain function of positions.
         """
@@ -403,9 +405,9 @@ class SegmentMask:
 
 
 def enable_segment_attention(model: PreTrainedModel) -> None:
-    """Makes the model's attention follow the plan of every forward that passes one, until ``restore_attention``.
+    """Makes the model's attention follow the plan passed to each forward, until ``restore_attention`` is called.
 
-    Not a context manager, because a backward that recomputes activations would run after its end. Raises ``UserError``
+    Not a context manager, because a backward that recomputes activations would run after it exits. Raises ``UserError``
     for a model whose attention cannot be replaced.
     """
     backbone = backbone_of(model)
@@ -499,7 +501,7 @@ def fused_attention(
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Computes the softmax of scores [n H q k] over the keys; ``sinks`` [H] are an extra score, dropped afterwards."""
+    """Computes the softmax of scores [n H q k] over the keys; ``sinks`` [H] add a score that is then dropped."""
     if sinks is None:
         return torch.softmax(scores, -1)
     beside = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)

@@ -95,7 +95,7 @@ def pack_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> Pack
 
 
 def _shared_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns the length of the common prefix, or 0 if it is too short to share; never all of ``other``."""
+    """Returns the length of the common prefix, or 0 if it is too short to share; always less than ``len(other)``."""
     width = min(len(one), len(other) - 1)
     differing = np.flatnonzero(np.asarray(one[:width]) != np.asarray(other[:width]))
     common = int(differing[0]) if differing.size else width

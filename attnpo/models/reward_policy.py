@@ -20,7 +20,7 @@ from attnpo.schema import ModelInputs, TokenStats, UserError
 
 
 class RewardPolicy(ScoredLM):
-    """Hugging Face sequence classification model with one label whose forward returns ``TokenStats``.
+    """Hugging Face sequence classification model with one label; its forward returns ``TokenStats``.
 
     Rows are right-padded. Raises UserError unless the logit is a linear function of the last token's final state.
     """
@@ -84,8 +84,8 @@ def _reward_head(model: PreTrainedModel) -> nn.Linear:
     heads = [part for part in model.children() if isinstance(part, nn.Linear) and part.out_features == 1]
     if len(heads) != 1:
         raise UserError(
-            f"model.reward=true: {type(model).__name__} has {len(heads)} linear heads with a single output instead of "
-            "one: choose another base model"
+            f"model.reward=true: {type(model).__name__} has {len(heads)} linear heads with a single output, but "
+            "exactly one is needed: choose another base model"
         )
     return heads[0]
 
@@ -108,6 +108,6 @@ def _check_plain_head(model: PreTrainedModel, head: nn.Linear) -> None:
     gap = float((found - expected).abs().max())
     if not gap <= probe_bound(expected):
         raise UserError(
-            f"model.reward=true: the reward of {type(model).__name__} differs by {gap:.3g} from its head applied to "
-            "the last token's final state: choose another base model"
+            f"model.reward=true: the reward of {type(model).__name__} differs by {gap:.3g} from the output of its "
+            "head on the last token's final state: choose another base model"
         )

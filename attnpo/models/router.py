@@ -1,4 +1,4 @@
-"""Computes the expert load per sequence of a mixture of experts, and the load-balancing loss."""
+"""Computes each sequence's expert load in a mixture-of-experts model, and the load-balancing loss."""
 
 import logging
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ def load_balancing_loss(routing: Float[Tensor, "rows 2 experts"]) -> Float[Tenso
     """Computes the load-balancing loss of each pair's two sequences.
 
     Equations 4 to 6 of Switch Transformer (https://huggingface.co/papers/2101.03961) as in
-    ``load_balancing_loss_func``: the number of experts times the sum over experts of (share of tokens that chose the
+    ``load_balancing_loss_func``: the number of experts times the sum over experts of (share of tokens routed to the
     expert) x (mean probability of the expert), over a pair's tokens and all layers. If the load is even, the loss
     equals the number of experts per token.
     """

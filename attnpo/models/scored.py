@@ -75,7 +75,7 @@ class ScoredLM(nn.Module):
         requests: Collection[str] = frozenset({"logps"}),
         other: tuple[Float[Tensor, "rows R e"], LMHead] | None = None,
     ) -> TokenStats:
-        """Computes statistics of all response tokens; positions outside the mask are 0 and pass no gradient.
+        """Computes statistics of all response tokens; positions outside the mask are 0 and have no gradient.
 
         ``requests``: "logps" (always returned), "hidden", "router", or names of ``STATISTICS``; joint statistics need
         ``other`` (the second model's hidden states in response space and its head). Inputs with segments permanently

@@ -1,4 +1,4 @@
-"""Settings of a model: path, revision, dtype, adapters. Has no heavy imports."""
+"""Model settings: path, revision, dtype, adapters. Avoids heavy imports."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -73,7 +73,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise UserError(f"model.dtype: unknown dtype {self.dtype!r}; one of {', '.join(DTYPES)}")
+            raise UserError(f"model.dtype: unknown dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
         if self.quantize is not None:
             self._check_quantized()
         if isinstance(self.gradient_checkpointing, str) and self.gradient_checkpointing != AUTO:

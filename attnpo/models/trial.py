@@ -1,8 +1,8 @@
 """Checks on a few dozen tokens that packing and padding do not change a model's results.
 
-Isolation of sequences is checked bitwise: changing the tokens of other sequences must not change any bit. Positions and
-windows are checked in float32, on the model, or on a few layers of the same kind with seeded random weights. Rounding
-errors of lower precisions are only logged. The judge uses some of the checks.
+Isolation of sequences is checked bitwise: changing the tokens of other sequences must not change any bit of a result.
+Positions and windows are checked in float32, on the model, or on a few layers of the same kind with seeded random
+weights. Rounding errors of lower precisions are only logged. The judge uses some of the checks.
 """
 
 import itertools
@@ -33,7 +33,7 @@ EXACT = (torch.float32, torch.float64)
 """Dtypes precise enough to compare two computations by the difference of their results."""
 
 LOW_PRECISION_SLACK = 10
-"""Factor by which the results of two bfloat16 kernels may differ beyond the bound for a product with the head.
+"""Factor by which the difference between two bfloat16 kernels may exceed the bound for a product with the head.
 
 That bound is ``probe_bound``.
 """
@@ -70,7 +70,7 @@ class BlockRecorder:
 
 
 def is_different(actual: Tensor, expected: Tensor) -> bool:
-    """Returns whether values differ by more than two kernels' results can; the bound is looser in low precision."""
+    """Returns whether values differ by more than the results of two kernels may; bounds are looser in low precision."""
     slack = 1 if expected.dtype in (torch.float32, torch.float64) else LOW_PRECISION_SLACK
     return not float((actual - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
 
@@ -220,8 +220,8 @@ def _check_padding_invariance(model: ScoredLM) -> None:
         gap, bound = _find_padding_gap(small)
         if not gap > bound:
             log.info(
-                "log-probabilities of %s change by %.2g with longer rows in the batch; this is rounding in %s, because "
-                "in float32 those of a few layers like the model's do not change",
+                "log-probabilities of %s change by %.2g with longer rows in the batch; this is rounding error in %s, "
+                "because a few layers like the model's show no change in float32",
                 *(what, rounded, str(dtype).removeprefix("torch.")),
             )
             return
@@ -289,8 +289,8 @@ def _find_problem(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None
             model, padded_layout, mode
         ):
             return (
-                f"{where}mixes sequences: the results of {len(rows)} of {2 * len(PROBE)} change with the tokens of "
-                "others, because some layer does not respect the segments of a row"
+                f"{where}mixes sequences: the results of {len(rows)} of {2 * len(PROBE)} sequences change with the "
+                "tokens of other sequences, because some layer does not respect the segments of a row"
             )
         elif blind := _rows_ignoring_prompt(model, LAYOUTS[wanted], mode):
             return f"{where}ignores the prompt in the results of {len(blind)} of {2 * len(PROBE)} sequences"
@@ -320,7 +320,7 @@ def _is_deterministic_in_training(model: ScoredLM) -> bool:
 
 
 def _rows_changed_by_others(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
-    """Returns the rows in which any bit changes with the tokens of other rows; empty if a rerun also changes bits."""
+    """Returns the rows whose results change in any bit with other rows' tokens; empty if a rerun changes bits too."""
     base = _run_probe(model, layout, mode=mode)
     found = set()
     for kept in KEPT:
@@ -411,7 +411,7 @@ def _run_probe(
     kept: Collection[tuple[int, int]] | None = None,
     last: bool = False,
 ) -> TokenStats:
-    """Computes statistics of the probe's rows, or row ``only``; ``kept``: parts that keep their tokens (None: all)."""
+    """Computes statistics of all probe rows or of row ``only``; ``kept``: parts that keep their tokens (None: all)."""
     device = next(model.model.parameters()).device
     words = vocabulary_size(model.model)
     starts = [0, *accumulate(itertools.chain.from_iterable(PROBE))]

@@ -1,7 +1,8 @@
 """Row group "anchor": each pair's prompt with a response sampled from the current policy (TI-DPO).
 
-The samples depend only on the seed, the optimiser step, the pair and the policy. Splitting the pairs over micro-batches
-and ranks, or resuming in between, changes the logits by rounding errors but leaves all random numbers unchanged.
+The samples depend only on the seed, the optimiser step, the pair and the policy. Splitting the pairs differently over
+micro-batches and ranks, or resuming the run, changes the logits only by rounding error and leaves all random numbers
+unchanged.
 """
 
 from collections.abc import Sequence
@@ -30,8 +31,8 @@ class AnchoredObjective(Protocol):
 class AnchorSampler:
     """Samples the anchor rows of a batch: one per pair, in the order of the pairs, in the padded layout.
 
-    ``end_ids``: tokens that end a response; the response includes the one that ended it. ``limit``: maximum length of a
-    row in tokens (None: the model's maximum). A prompt that leaves no room gets an anchor without tokens.
+    ``end_ids``: tokens that end a response; the response includes its end token. ``limit``: maximum length of a row in
+    tokens (None: the model's maximum). A prompt that leaves no room for a response gets an empty anchor.
     """
 
     sampling: Sampling
@@ -43,8 +44,8 @@ class AnchorSampler:
         """Samples the rows in eval mode without gradients. Raises UserError for sharded weights and unpadded rows."""
         if not is_materialised(policy.model):
             raise UserError(
-                "each process samples its own anchors for the triplet loss, which needs the whole policy, but the "
-                "policy's weights are sharded: set trainer.strategy=auto, or objective.gamma_triplet=0"
+                "each process needs the whole policy to sample its anchors for the triplet loss, but the policy's "
+                "weights are sharded: set trainer.strategy=auto, or objective.gamma_triplet=0"
             )
         prompts = pair_prompt_ids(batch)
         requests = [

@@ -191,7 +191,7 @@ LARGE = 1 << 16
 
 
 def _sum_in_float64(value: Tensor) -> Tensor:
-    """Sums in float64; large matrices first by row in float32."""
+    """Sums in float64, after summing the rows of large matrices in float32."""
     if value.dim() > 1 and value.numel() > LARGE:
         value = value.sum(-1, dtype=torch.promote_types(value.dtype, torch.float32))
     return value.sum(dtype=torch.float64)

@@ -33,7 +33,7 @@ def complete_folder(folder: Path) -> Path:
     """Returns the folder with the newest complete contents of ``folder``: normally ``folder`` itself.
 
     If a replacement was interrupted between its two renames, returns the new folder next to ``folder``; it is complete,
-    because the old one is moved aside only afterwards.
+    because the old one is moved aside only after the new one is written.
     """
     if not folder.exists() and _sibling(folder, "old").exists() and _sibling(folder, "new").exists():
         return _sibling(folder, "new")
@@ -42,7 +42,7 @@ def complete_folder(folder: Path) -> Path:
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Opens an empty folder to write into, which replaces ``folder`` when the block ends without an error.
+    """Yields an empty folder that replaces ``folder`` when the block ends without an error.
 
     All files are flushed to disk first. If the block or the disk fails, ``folder`` is unchanged.
     """
@@ -94,7 +94,7 @@ def read_checkpoint_info(folder: Path) -> CheckpointInfo:
 
 
 def latest_checkpoint(place: Path) -> tuple[int, Path] | None:
-    """Returns the step and folder of the latest checkpoint in ``place``, ``last/`` on ties; None if there is none."""
+    """Returns the step and folder of the latest checkpoint in ``place`` (``last/`` wins ties), or None."""
     steps = [(read_checkpoint_info(place / name).get("step"), place / name) for name in ("last", "best")]
     known = [(int(step), folder) for step, folder in steps if step is not None]
     return max(known, key=lambda each: each[0], default=None)

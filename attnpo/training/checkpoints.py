@@ -232,7 +232,8 @@ class BestCheckpoint(CheckpointFolder):
         """Saves the resumed state if no step was left to train; skips sharded weights, which cannot be gathered now."""
         if self._resumed and getattr(pl_module, "sharded", False):
             log.warning(
-                "no step is left to train and the weights are sharded: the last step's policy was not compared with %s",
+                "no steps are left to train and the weights are sharded, so the last step's policy was not compared "
+                "with %s",
                 self.folder,
             )
             self._resumed = {}
@@ -320,7 +321,8 @@ class LastCheckpoint(CheckpointFolder):
         if lacking and state == complete_folder(self.folder) / STATE:
             if getattr(pl_module, "sharded", False):
                 log.warning(
-                    "no step is left to train and the weights are sharded: no model was exported to %s", self.folder
+                    "no steps are left to train and the weights are sharded, so no model was exported to %s",
+                    self.folder,
                 )
             else:
                 self.save(trainer, export=True, state=state)
@@ -371,7 +373,7 @@ def check_disk_space(folder: Path, module: L.LightningModule) -> None:
     free = shutil.disk_usage(place).free
     if 3 * one > free + present:
         raise UserError(
-            f"three checkpoints of {one / 2**30:.1f} GiB each (best/, last/, and a third while one is replaced) need "
-            f"{3 * one / 2**30:.1f} GiB under {folder.parent}, but only {free / 2**30:.1f} GiB are free: set "
+            f"three checkpoints of {one / 2**30:.1f} GiB each (best/, last/, and a third while one is being replaced) "
+            f"need {3 * one / 2**30:.1f} GiB under {folder.parent}, but only {free / 2**30:.1f} GiB are free: set "
             "output= to a folder on another disk, or callbacks.checkpoints=false"
         )

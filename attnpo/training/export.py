@@ -29,7 +29,7 @@ ADAPTER = "adapter"
 
 
 def make_empty_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns a model of the same class and config without weights or adapters, for its ``save_pretrained``."""
+    """Returns a model of the same class and config without weights or adapters, to call its ``save_pretrained``."""
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # the saved weights are dequantised and merged
@@ -153,7 +153,7 @@ class Exporter:
 
 
 def convert_dtype(state: Mapping[str, Tensor], empty: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Converts the parameters of ``empty`` in ``state`` to ``dtype``; keeps tied ones tied and buffers unchanged."""
+    """Converts the parameters of ``empty`` in ``state`` to ``dtype``; keeps ties and leaves buffers unchanged."""
     parameters = dict(empty.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
     converted: dict[str, Tensor] = {}
@@ -177,7 +177,7 @@ UNKNOWN_ROTARY = (
 
 
 def add_older_keys(folder: Path) -> None:
-    """Adds the keys of transformers 4.x to a saved model folder, and makes its files readable for other users."""
+    """Adds the keys of transformers 4.x to a saved model folder, and makes its files readable by other users."""
     for name, older in (("config.json", to_older_config), ("tokenizer_config.json", to_older_tokenizer_config)):
         path = folder / name
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -54,8 +54,8 @@ class SmallestTokenBudgets(L.Callback):
 class FullPolicyGather(L.Callback):
     """Gathers a sharded policy at the end of training, before Lightning moves the shards to the CPU.
 
-    Afterwards ``state`` contains the full weights on the first process and is empty on the others; None if nothing is
-    sharded.
+    Afterwards ``state`` contains the full weights on the first process and is empty on the others; it is None if
+    nothing is sharded.
     """
 
     def __init__(self) -> None:

@@ -102,7 +102,7 @@ def load_or_create_run_id(folder: Path) -> str:
 
 
 def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Json]) -> list[Logger]:
-    """Returns the CSV logger (``logs/version_N/metrics.csv``) and W&B if requested; ``config`` is plain data."""
+    """Returns the CSV logger (``logs/version_N/metrics.csv``) and, if requested, W&B's; ``config`` is plain data."""
     loggers: list[Logger] = [CSVLogger(save_dir=folder, name=LOGS)]
     if settings.wandb is not None:
         loggers.append(WandbRunLogger(settings.wandb, folder, config))
@@ -115,7 +115,7 @@ def wandb_loggers(loggers: Sequence[Logger]) -> list[WandbRunLogger]:
 
 
 def close_loggers(loggers: Sequence[Logger], status: str) -> None:
-    """Finishes the loggers' runs ("success", "failed" or "interrupted"), W&B's even if another logger fails."""
+    """Finishes the loggers' runs as "success", "failed" or "interrupted", including W&B's if another logger fails."""
     try:
         for logger in loggers:
             logger.finalize(status)

@@ -1,4 +1,4 @@
-"""Lightning module with a policy, a frozen reference and one objective, averaged exactly over the optimiser step."""
+"""Lightning module with a policy, a frozen reference and one objective; averages exactly over each optimiser step."""
 
 import itertools
 import logging
@@ -217,7 +217,7 @@ class PreferenceModule(L.LightningModule):
 
     # ------------------------------------------------------------------------------------------------ the step
     def score(self, batch: PreferenceBatch) -> tuple[PreferenceBatch, TokenStats, TokenStats | None, ObjectiveOutput]:
-        """Scores a batch; returns it with final weights, the statistics of policy and reference, and the output."""
+        """Scores a batch; returns it with final weights, statistics of policy and reference, and objective output."""
         if batch.ahead:
             self._state = self._sum_rows_ahead(batch)
         batch = replace(batch, ahead={}, state=self._state, step=self.global_step if self.training else None)
@@ -244,7 +244,7 @@ class PreferenceModule(L.LightningModule):
         return batch, policy, reference, output
 
     def _score_rows(self, rows: RowGroup, reads: frozenset[str]) -> tuple[TokenStats, TokenStats | None]:
-        """Computes the statistics ``reads`` of a row group for the policy and, if requested, for the reference."""
+        """Computes a row group's statistics (``reads``) for the policy and, if requested, for the reference."""
         if rows.inputs is None:
             raise ValueError("the rows have no model inputs")
         read = (rows.inputs, rows.response_ids, rows.response_mask)
@@ -428,7 +428,7 @@ def check_models(policy: nn.Module, reference: nn.Module | None, *, rounding: bo
     """Raises ``UserError`` unless modes, gradients and dtypes of policy and reference are suitable for training.
 
     Call this after the strategy has moved the models. ``rounding``: the optimiser rounds stochastically, so trained
-    weights may have a shorter dtype.
+    weights may have a dtype shorter than float32.
     """
     # transformers may share one activation module between models; it has no parameters and its mode is irrelevant.
     others = set() if reference is None else set(policy.modules()) & set(reference.modules())
@@ -487,7 +487,7 @@ def drop_frozen_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
 def check_checkpoint_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Raises ``UserError`` unless the checkpoint has all trained weights of ``module`` and no unknown weights."""
     if "trained" not in checkpoint:
-        raise UserError("resume: the file has no list of trained weights, so it is not a state.ckpt of attnpo")
+        raise UserError("resume: the file has no list of trained weights, so it is not a state.ckpt written by attnpo")
     saved = checkpoint["trained"]
     shapes = {name: list(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     needed = [name for name, value in module.named_parameters(remove_duplicate=False) if value.requires_grad]

@@ -1,4 +1,4 @@
-"""Detects non-finite values in a step's pairs (and saves that step to a file), in weights and in validation metrics.
+"""Detects non-finite values in a step's pairs, in weights and in validation metrics; saves a non-finite step to a file.
 
 Reading a tensor's values waits for the GPU, so callers use these functions only when needed.
 """
@@ -82,7 +82,7 @@ def save_nonfinite_step(
     leads: bool,
     norm: float = math.nan,
 ) -> str:
-    """Saves a non-finite step to ``path`` if this process ``leads``; returns the message of the error to raise.
+    """Saves a non-finite step to ``path`` if this process ``leads``; returns the error message to raise.
 
     A collective: every rank must call it. ``norm``: the gradient norm. The file, which loads with
     ``weights_only=True``, contains ``step``, the non-finite ``pairs`` and ``inputs``, ``gradients`` (names of

@@ -58,7 +58,7 @@ class Optimizer:
             )
 
     def check_rounding(self, formats: Collection[str]) -> None:
-        """Raises UserError for stochastic rounding if any dtype in ``formats`` (of trained weights) is not bfloat16."""
+        """Raises UserError for stochastic rounding unless all ``formats`` (dtypes of trained weights) are bfloat16."""
         others = sorted({*formats} - {"bfloat16"})
         if self.stochastic_rounding and others:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Determines the number of training processes: those a launcher started, else those the trainer settings request."""
+"""Determines the number of training processes from the launcher or, if there is none, from the trainer settings."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")  # set b
 
 
 def planned_processes(settings: TrainerSettings) -> int:
-    """Returns how many processes will train: those a launcher started, else those ``settings`` request."""
+    """Returns the number of processes that a launcher started or, without a launcher, that ``settings`` request."""
     started = launched_processes()
     return requested_processes(settings) if started is None else started[0]
 
@@ -90,7 +90,7 @@ def apply_launcher(settings: TrainerSettings) -> TrainerSettings:
 
 
 def _require_launcher(total: int, nodes: int) -> None:
-    """Raises UserError if variables set a rank but no launcher ran: training would wait forever, or write nothing."""
+    """Raises UserError if variables set a rank without a launcher; training would wait forever or write nothing."""
     given = [f"{name}={os.environ[name]}" for name in PLACE if name in os.environ]
     if not given or "TORCHELASTIC_RUN_ID" in os.environ or is_slurm_task():
         return
@@ -124,7 +124,7 @@ def _require_usable_devices(settings: TrainerSettings) -> None:
 
 
 def make_cluster_environment() -> "ClusterEnvironment | None":
-    """Returns the environment that tells Lightning its rank; None if Lightning detects the launcher by itself."""
+    """Returns the environment that tells Lightning the process rank; None if Lightning detects the launcher itself."""
     from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
     from attnpo.training.trainer import SrunEnvironment

@@ -44,7 +44,7 @@ class ReferenceRecorder(L.Callback):
         self._seen: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
 
     def __call__(self, batch: PreferenceBatch, logps: Tensor) -> None:
-        """Records a batch's log-probabilities [rows R] on their device, because copying them would wait for a GPU."""
+        """Records a batch's log-probabilities [rows R] on their device, because copying them to the CPU would block."""
         if self._known.issuperset(batch.pair_ids):
             return
         if len(self._seen) == AT_ONCE:

@@ -1,4 +1,4 @@
-"""State needed to resume besides weights and optimiser: position in the data, random states and metrics."""
+"""State needed to resume, in addition to weights and optimiser: position in the data, random states and metrics."""
 
 import logging
 import random
@@ -17,7 +17,7 @@ KEY: Final = "attnpo"
 
 
 RandomState = dict[str, Any]
-"""States of the random generators of Python, NumPy and torch as plain data, and ``cuda`` on a GPU."""
+"""States of Python's, NumPy's and torch's random generators as plain data; also ``cuda`` on a machine with a GPU."""
 Checkpoint = dict[str, Any]
 """Contents of a ``state.ckpt``. In addition to Lightning's keys: ``attnpo`` (latest and first metrics, random states of
 all ranks), ``trained`` (shapes of the trained weights by name), ``attnpo_validated`` (whether the step was

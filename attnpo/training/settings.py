@@ -1,4 +1,4 @@
-"""Settings of the trainer, loggers and callbacks: plain values, without heavy imports."""
+"""Settings of the trainer, loggers and callbacks, as plain values without heavy imports."""
 
 import re
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ DIRECTIONS = {
     "logps/chosen": "max",
     "logps/rejected": "min",
 }
-"""Best direction of a metric (lowest or highest value), by its name without val/."""
+"""Direction in which each metric is best (lowest or highest value), by name without val/."""
 
 
 def monitor_mode(monitor: str) -> str | None:
@@ -39,7 +39,7 @@ def monitor_mode(monitor: str) -> str | None:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """Settings of Lightning's Trainer, under Lightning's names where it has them.
+    """Settings for Lightning's Trainer, with Lightning's names where they exist.
 
     ``validate_every``: a number of optimiser steps (paper: 500), or "epoch". A launcher's values override ``devices``
     and ``num_nodes``. ``strategy``: "auto" is one process or DDP, "fsdp" is FSDP2.
@@ -118,10 +118,11 @@ class LoggerSettings:
 class CallbackSettings:
     """Settings of a run's checkpoints, samples and report.
 
-    ``checkpoints``: ``best/`` (selected by ``monitor``; ``mode`` is min or max, or None for the metric's own direction)
-    and ``last/``, resumable Hugging Face folders. ``save_every``: interval in steps at which to also save ``last/``.
-    ``export_dtype``: dtype of exported weights; null keeps the model's. ``extra``: Lightning callbacks by ``_target_``
-    with arguments. ``samples``: number of validation prompts for which policy and reference generate responses.
+    ``checkpoints``: save ``best/`` and ``last/`` as resumable Hugging Face folders. ``monitor`` selects the best one;
+    ``mode`` is min or max, or None for the metric's own direction. ``save_every``: also save ``last/`` at this interval
+    in steps. ``export_dtype``: dtype of exported weights; null keeps the model's. ``extra``: Lightning callbacks by
+    ``_target_`` with arguments. ``samples``: number of validation prompts for which policy and reference generate
+    responses.
     """
 
     checkpoints: bool = True

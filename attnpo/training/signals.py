@@ -1,4 +1,4 @@
-"""Handles signals that stop a run: recorded during training, handled between optimiser steps, then raised."""
+"""Handles signals that stop a run: records them, acts on them between optimiser steps, and then raises an error."""
 
 import logging
 import signal
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class SignalHandler(L.Callback):
     """Stops training on all ranks after the optimiser step in which SIGINT, SIGTERM or SIGUSR1 arrived.
 
-    A validation that is due or running is finished first. The same signal again, ``REPEAT`` seconds later or more,
+    A validation that is due or running finishes first. The same signal, sent again at least ``REPEAT`` seconds later,
     triggers the handler that was installed before training. ``signum``: the signal that stopped training.
     """
 
@@ -130,10 +130,10 @@ class SignalHandler(L.Callback):
 
 
 def is_step_end(trainer: L.Trainer, batch_idx: int) -> bool:
-    """Returns whether micro-batch ``batch_idx`` of the epoch, which just ended, completed an optimiser step."""
+    """Returns whether the micro-batch that just ended (``batch_idx`` in the epoch) completed an optimiser step."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
 
 
 def is_validation_next(trainer: L.Trainer) -> bool:
-    """Returns whether ``ValidationSchedule`` decided that Lightning validates after the micro-batch that just ended."""
+    """Returns whether ``ValidationSchedule`` scheduled a validation after the micro-batch that just ended."""
     return trainer.enable_validation and (trainer.should_stop or trainer.val_check_batch == 1)

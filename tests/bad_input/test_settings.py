@@ -45,7 +45,7 @@ KEYS = {
     "judge.labels=[A,A]": ("judge.labels: expected two different labels, got A twice",),
     "judge.max_length=9": ("judge.max_length is 9, but the judge template alone needs about",),
     "judge.template_file=nowhere.txt": ("judge.template_file=nowhere.txt: no such file",),
-    "model.dtype=int8": ("unknown dtype 'int8'; one of float64, float32, bfloat16, float16",),
+    "model.dtype=int8": ("unknown dtype 'int8'; choose one of float64, float32, bfloat16, float16",),
     "model.gradient_checkpointing=maybe": ("model.gradient_checkpointing must be true, false or auto, got 'maybe'",),
     "model.logps_chunk=many": ("model.logps_chunk must be at least 1 token, or auto, got 'many'",),
     "resume=nowhere": ("resume=nowhere: there is no checkpoint at",),

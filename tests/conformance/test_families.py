@@ -114,7 +114,7 @@ def test_positions_begin_where_the_model_has_them() -> None:
         return forward(*args, position_ids=None if position_ids is None else position_ids + 5, **named)
 
     backbone.forward = shifted
-    with pytest.raises(UserError, match="numbers token positions neither from 0"):
+    with pytest.raises(UserError, match="does not number token positions from 0"):
         ScoredLM(roberta)
 
 

@@ -168,7 +168,7 @@ def test_numbers_that_change_with_padding_are_refused(tmp_path: Path, caplog: py
     policy.model.to(torch.bfloat16)
     with caplog.at_level(logging.INFO):
         select_layout("padded", [policy])
-    assert "with longer rows in the batch; this is rounding in bfloat16, because" in caplog.text
+    assert "with longer rows in the batch; this is rounding error in bfloat16, because" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ lengths

@@ -63,7 +63,7 @@ def test_pairs_with_other_prompts_lie_apart_and_are_told_once(caplog: pytest.Log
     assert inputs.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 0, 1, 2, 2]]
     assert inputs.segments is not None and inputs.segments[:, 3].tolist() == [0, 0, 0, 2]
     assert inputs.predict_index.tolist() == [[1, 0], [7, 0], [3, 4], [7, 0]]
-    assert [record.message for record in caplog.records if "the prompts of a pair differ" in record.message]
+    assert [record.message for record in caplog.records if "the prompts of some pairs differ" in record.message]
     assert len(caplog.records) == 1
 
 

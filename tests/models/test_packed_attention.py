@@ -128,7 +128,7 @@ def test_single_precision_is_within_rounding(tiny: Build, family: str) -> None:
 
 def test_segments_that_do_not_cover_the_row_are_refused() -> None:
     for segments in ([[0, 3, 0, 0]], [[0, 3, 0, 0], [2, 3, 0, 0]], [[0, 3, 0, 0], [4, 1, 0, 0]]):
-        with pytest.raises(ValueError, match="do not cover the row's 5 exactly once"):
+        with pytest.raises(ValueError, match="do not cover the row's 5 tokens exactly once"):
             SegmentPlan.from_segments(torch.tensor(segments), 5)
 
 

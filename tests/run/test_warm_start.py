@@ -78,7 +78,7 @@ def test_a_warm_start_loads_once_and_repeats_no_trial_and_no_digest(
     with judge_loads() as judges, caplog.at_level(logging.INFO, "attnpo"):
         warm = run(world.config(*ATTENTION), tmp_path / "warm")
     assert calls.loads == ["load_model"] and not calls.trials and not judges and not calls.of_model(world)
-    assert "model.safetensors: unchanged since it was hashed (digests=full hashes it again)" in caplog.text
+    assert "model.safetensors: unchanged since it was hashed (set digests=full to hash it again)" in caplog.text
     assert cold is not None and warm is not None and warm.metrics == cold.metrics
 
     calls.start_anew()
