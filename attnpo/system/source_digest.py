@@ -19,7 +19,7 @@ SHOWING = (
         f"lab/studies/{name}.py"
         for name in (
             *("benchmark_settings", "benchmarks", "faithfulness", "figures", "notes"),
-            *("outcome", "page", "predictions", "tables"),
+            *("outcome", "page", "predictions", "records", "tables"),
         )
     ),
 )

@@ -338,7 +338,7 @@ def test_two_sharded_processes_make_one_run(first: tuple[World, Path, RunResult]
     [([], "model.path and data.path"), (["data.path=x"], "model.path"), (["model.path=x"], "data.path")],
 )
 def test_paths_that_are_not_given_are_asked_for(given: list[str], lacking: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^set {lacking}, for example "):
+    with pytest.raises(UserError, match=rf"^set {lacking}, e.g. "):
         run(load("fit", ["setting=real_smoke", *given]), tmp_path / "run")
 
 
