@@ -59,7 +59,7 @@ def rewrite_commands(text: str) -> str:
 
 
 def _program_command(name: str) -> str:
-    """Returns the command that runs the program ``name`` of this environment; ``name`` itself if there is none."""
+    """Returns the command that runs ``name`` from this environment, or ``name`` itself if there is none."""
     path = sys.executable if name == "python" else os.path.join(os.path.dirname(sys.executable), name)
     return _shortest_command(path) if os.path.isfile(path) else name
 

@@ -43,7 +43,7 @@ class RowCost:
         return sum(lengths) - (len(rows) - 1) * len(first) * same
 
     def batch_cost(self, sizes: Sequence[int]) -> int:
-        """Returns the number of input tokens of several pairs in one forward pass, given each pair's own count."""
+        """Returns the number of input tokens in a forward pass of several pairs, given the token count of each pair."""
         return len(sizes) * max(sizes) if self.padded else sum(sizes)
 
 

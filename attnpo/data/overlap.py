@@ -1,4 +1,4 @@
-"""Counts the validation pairs, and validation and benchmark prompts, whose digests are also in the training data."""
+"""Counts validation pairs, and validation and benchmark prompts, that also occur in the training data."""
 
 import hashlib
 import logging
@@ -19,7 +19,7 @@ SEEN = "prompts that the model was trained on"
 
 @dataclass(frozen=True)
 class Overlap:
-    """Counts of validation pairs and distinct prompts, and how many of each are also in the training data.
+    """Numbers of validation pairs and distinct prompts, and how many of each are also in the training data.
 
     Two pairs are equal if their token ids are equal after truncation. Two prompts are equal if their messages are
     equal.
@@ -52,7 +52,7 @@ class OverlapCounter:
         self._pairs = self._shared = 0
 
     def add(self, split: str, prompt: str, sides: Mapping[str, EncodedResponse]) -> None:
-        """Adds a pair to a split, given its prompt digest and its token ids."""
+        """Adds a pair from a split, given its prompt digest and token ids."""
         self._prompts[split == "val"].add(prompt)
         if split == "train":
             self._ids.add(digest_token_ids(sides))

@@ -55,11 +55,11 @@ class TruncatedSides(NamedTuple):
 def truncate(
     encoded: EncodedResponse, max_prompt_length: int, max_length: int, *, keep_end: bool = False
 ) -> tuple[EncodedResponse, TruncatedSides]:
-    """Truncates prompt and response; also returns which of the two lost tokens.
+    """Truncates prompt and response; also returns which of the two were truncated.
 
     The prompt keeps its last ``max_prompt_length`` tokens (a BOS at its start is dropped too, as in the paper's run);
-    the response keeps as many tokens as then fit ``max_length``. The response may end up empty; callers drop and count
-    such pairs.
+    the response keeps as many tokens as still fit within ``max_length``. The response may end up empty; callers drop
+    and count such pairs.
 
     With ``keep_end``, prompt and response together keep their last ``max_length`` tokens instead, as with TRL's
     keep_end. If all of these belong to the response, the first one serves as the prompt, since nothing predicts it.
@@ -238,7 +238,7 @@ def encode_pairs(
         left += encoded is not None
     if read and not left:
         raise UserError(
-            f"none of {read} pairs can be trained on ({'; '.join(tally.format_lines())}): a pair needs different "
+            f"none of the {read} pairs is usable ({'; '.join(tally.format_lines())}): a pair needs different "
             "responses, must fit lengths.max_length and must be accepted by the chat template; change these settings "
             "or the data" + "".join(f"; {words}" for words in list(tally.words.values())[:1])
         )

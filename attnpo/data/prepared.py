@@ -77,7 +77,7 @@ log = logging.getLogger(__name__)
 Logps = Sequence[LogpPair]
 
 BYTES = 8 << 20
-"""Minimum total size of data files, in bytes, for the pairs read from them to be stored."""
+"""Pairs are stored only if the files they were read from have at least this many bytes in total."""
 PER_TEXT = 3
 """Approximate number of bytes of training ids and offsets per byte of text."""
 BYTES_OF_WEIGHT = 4

@@ -83,8 +83,8 @@ class StepBatchSampler(Sampler[PlannedBatch]):
     or, without ``shuffle``, on list order. All full steps have the same number of micro-batches on every rank and in
     every epoch, because Lightning accumulates a fixed number. It is the smallest number with which ``cutting`` can
     divide every step of the run. An epoch's final step may be short; its number of micro-batches is the smallest that
-    suffices in every epoch, and each has at least one pair. If fewer pairs than ranks are left, ``dropped`` pairs are
-    not used: different pairs in each epoch or, without ``shuffle``, always the last ones.
+    suffices in every epoch, and each has at least one pair. If fewer pairs than ranks are left, they are not used;
+    ``dropped`` is their number. They differ in each epoch or, without ``shuffle``, are always the last ones.
 
     After a complete iteration, iterating again starts the next epoch; after an interrupted one, the same epoch starts
     over. After ``load_state_dict``, the first complete iteration yields exactly the remaining batches.

@@ -1,4 +1,4 @@
-"""Computes log-probabilities with frozen models, for reference models, rewards on unseen pairs, and token weights."""
+"""Computes log-probabilities under frozen models, for use as references, as rewards or in token weights."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -487,7 +487,7 @@ def _check_object(row: Json, number: int, file: Path, path: str) -> dict[str, Js
 
 
 def _decode(content: bytes) -> str:
-    """Decodes UTF-8 without a byte order mark; invalid bytes become lone surrogates."""
+    """Decodes UTF-8 and removes any byte order mark; invalid bytes become lone surrogates."""
     return content.decode("utf-8", errors="surrogateescape").removeprefix("\ufeff")
 
 

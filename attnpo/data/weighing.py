@@ -124,7 +124,7 @@ def load_or_compute_weights(
     def reject_multiple_processes(lacks: str) -> None:
         if shard is None and world_size() > 1:
             raise UserError(
-                f"{lacks} missing from the store and this job has {world_size()} processes; fill the store first, "
+                f"{lacks} missing from the store, but this job has {world_size()} processes; first fill the store "
                 f"{refill}"
             )
 
@@ -228,7 +228,7 @@ def _log_stored_weights(
 
 
 def _log_unreadable(table: StoreTable, wanted: list[str], columns: list[str], reader: WeightReader) -> None:
-    """Logs, by reason, the wanted pairs that are recorded as unreadable for the model.
+    """Logs the wanted pairs that the model could not read, grouped by reason.
 
     Raises:
         UserError: the model cannot read any of the wanted pairs.
@@ -239,8 +239,7 @@ def _log_unreadable(table: StoreTable, wanted: list[str], columns: list[str], re
     first = next(iter(found.values()))
     if len(found) == len(wanted):
         raise UserError(
-            f"the {reader.name} cannot read any of the {len(wanted)} pairs; the first is pair {first.pair_id}: "
-            f"{first.story}"
+            f"the {reader.name} cannot read any of the {len(wanted)} pairs, e.g. pair {first.pair_id}: {first.story}"
         )
     tally = Tally()
     for pair_id, pair in found.items():

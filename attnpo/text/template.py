@@ -309,7 +309,7 @@ def to_template_turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 class ToolSupport:
-    """Tool support of a chat template, determined with the first conversation that has tools.
+    """Tool support of a chat template, determined from the first conversation that has tools.
 
     ``render`` returns rendered turns. Conversations with tool calls or results that the template would omit are
     rejected.

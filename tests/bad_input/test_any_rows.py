@@ -232,7 +232,7 @@ def encoded_or_refused(pairs: list[PreferencePair], chat: ChatFormat, rules: Len
     try:
         found = encode_pairs(pairs, chat, rules)
     except UserError as problem:
-        assert str(problem).startswith(f"none of {len(pairs)} pairs can be trained on (") and "\n" not in str(problem)
+        assert str(problem).startswith(f"none of the {len(pairs)} pairs is usable (") and "\n" not in str(problem)
         return None
     assert found.read == len(pairs) == len(found.pairs) + dropped(found.tally.counts)
     for pair, sides in zip(found.pairs, found.encoded, strict=True):

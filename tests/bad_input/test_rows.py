@@ -112,7 +112,7 @@ def test_no_pair_that_the_judge_can_read(attempts: Attempts, record: Record) -> 
     world = attempts.with_rows(rows)
     (world.data / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     message = attempts.weigh(world=world).refused()
-    assert message.startswith("the judge cannot read any of the 4 pairs; the first is pair ")
+    assert message.startswith("the judge cannot read any of the 4 pairs, e.g. pair ")
     assert message.endswith("the rejected response has no token in the judge's prompt")
     record("every rejected response blank", message, "run not started")
     with judge_loads() as loaded:
@@ -131,9 +131,7 @@ def test_no_pair_that_the_judge_can_read_in_two_processes(attempts: Attempts, mo
     monkeypatch.setenv("RANK", "0")
     assert attempts.weigh(world=world).noted("cannot be judged")
     monkeypatch.setenv("RANK", "1")
-    assert (
-        attempts.weigh(world=world).refused().startswith("the judge cannot read any of the 4 pairs; the first is pair ")
-    )
+    assert attempts.weigh(world=world).refused().startswith("the judge cannot read any of the 4 pairs, e.g. pair ")
 
 
 HOSTILE = {
@@ -219,7 +217,7 @@ def test_responses_cut_to_nothing(attempts: Attempts, record: Record) -> None:
     """Whatever is dropped for its length alone until nothing is left ends in one error with the counts."""
     message = attempts.weigh("lengths.overlong=drop", "lengths.max_prompt_length=10", "lengths.max_length=11").refused()
     assert message.startswith(
-        f"train: none of {TRAIN} pairs can be trained on (dropped: prompt longer than lengths.max_prompt_length 10: "
+        f"train: none of the {TRAIN} pairs is usable (dropped: prompt longer than lengths.max_prompt_length 10: "
         f"{TRAIN} ("
     )
     record("all responses cut to nothing", message, "run not started")
@@ -307,7 +305,7 @@ def test_a_template_that_refuses_every_rows_roles(attempts: Attempts, record: Re
             row[side].insert(0, {"role": "system", "content": "be brief"})
     message = attempts.weigh(world=attempts.with_rows(rows)).refused()
     assert message.startswith(
-        f"train: none of {TRAIN} pairs can be trained on (dropped: the chat template rejects its turns: {TRAIN} ("
+        f"train: none of the {TRAIN} pairs is usable (dropped: the chat template rejects its turns: {TRAIN} ("
     )
     record("roles the chat template refuses, everywhere", message, "run not started")
 

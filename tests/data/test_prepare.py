@@ -203,7 +203,7 @@ def test_responses_of_the_same_tokens_are_dropped_and_counted(chat: ChatFormat) 
     assert found.tally.first[SAME] == [trimmed.pair_id[:8], cut.pair_id[:8]]
     assert prepare_examples(found, Uniform(), {}, AlignRules()).dropped == 2
     assert encode_pairs([cut], chat, LengthRules(PROMPT + 10, PROMPT)).pairs == [cut], "a token later they differ"
-    with pytest.raises(UserError, match=rf"none of 2 pairs can be trained on \({SAME}: 2 \("):
+    with pytest.raises(UserError, match=rf"none of the 2 pairs is usable \({SAME}: 2 \("):
         encode_pairs([trimmed, cut], chat, LengthRules(PROMPT + 9, PROMPT))
 
 

@@ -135,7 +135,7 @@ def test_two_processes_are_refused_without_weights_and_train_with_them(world: Wo
     script.write_text(SCRIPT, encoding="utf-8")
     arguments = [str(script), str(world.model), str(world.data), str(tmp_path / "store")]
     codes, said = in_two_processes([*arguments, "planned"], tmp_path)
-    assert codes == [1, 1] and said.count("weights are missing from the store and this job has 2 processes") == 2, said
+    assert codes == [1, 1] and said.count("weights are missing from the store, but this job has 2 processes") == 2, said
     make_data(world, tmp_path / "store")[0].prepare_data()
     codes, said = in_two_processes([*arguments, "planned"], tmp_path)
     assert codes == [0, 0], said

@@ -102,7 +102,7 @@ def test_a_text_means_itself(monkeypatch: pytest.MonkeyPatch, text: str) -> None
 
 def test_answers_of_the_same_tokens_are_no_pair_to_show(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert show.run_show([*words(world), "prompt=p", "chosen=it was good .", "rejected=it was good . "]) == 2
-    assert "none of 1 pairs can be trained on (dropped: both responses have the same" in capsys.readouterr().err
+    assert "none of the 1 pairs is usable (dropped: both responses have the same" in capsys.readouterr().err
 
 
 def test_files_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

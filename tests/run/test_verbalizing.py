@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_dropped_and_counted_and_none_at_all_is_an_error(wo
     assert inputs.examples["train"].tally.counts == {f"{UNASKED}: a prompt is too long for the verbalizer": lost}
     assert len(inputs.examples["train"].examples) == TRAIN - lost
     assert example_statistics(inputs)["verbalizer"]["unasked"] >= lost
-    with pytest.raises(UserError, match=f"the verbalizer cannot read any of the {PAIRS} pairs; the first is pair "):
+    with pytest.raises(UserError, match=f"the verbalizer cannot read any of the {PAIRS} pairs, e.g. pair "):
         make_inputs(world.config(*KNOWN, f"store={tmp_path}", "verbalizer.max_length=129"))
     with pytest.raises(UserError, match="max_new_tokens=128 leaves no room for a prompt within 128 tokens"):
         make_inputs(world.config(*KNOWN, f"store={tmp_path}", "verbalizer.max_length=128"))
