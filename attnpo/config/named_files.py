@@ -42,7 +42,7 @@ def is_at_or_below(key: str, parents: Sequence[str]) -> bool:
 
 
 def digest_named_files(values: Mapping[str, object]) -> dict[str, str]:
-    """Returns digests, by key, of files named in flat settings and of modules of components outside the package.
+    """Returns digests, by key, of files named in flat settings and of modules with components outside the package.
 
     A component outside the package may name files under any key. In the package, only keys matching ``FILES`` name
     files.
@@ -57,7 +57,7 @@ def digest_named_files(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def digest_named_functions(values: Mapping[str, Json]) -> dict[str, str]:
-    """Returns digests, by key, of the modules of all functions that a config names outside the package."""
+    """Returns digests, by key, of the modules of functions named in a config, except those inside the package."""
     return digest_named_files({key: value for key, value in flatten(values) if key in FUNCTIONS})
 
 

@@ -189,7 +189,7 @@ Uncaptured = TextSource  # its name before 0.2.0
 
 
 class OnlineSource(TextSource):
-    """Source that computes the weights of each batch from training-step statistics. Before training, they are equal.
+    """Source that computes each batch's weights from training-step statistics. Before training, all weights are equal.
 
     ``statistics``: the parts of ``TokenStats`` that the source reads in addition to the log-probabilities, named as in
     an objective's ``requires``.

@@ -1,8 +1,8 @@
 """Turns stored rows into weights on the training tokens: selects, post-processes, transforms and aligns them.
 
-The last step weights the end of turn. Weights are not rescaled after alignment. Source tokens have no counterpart among
-the training tokens if the two tokenizers split the text differently or if it was truncated. The weight of such tokens
-is lost and lowers the coverage (paper appendix on token matching).
+Finally, the end of turn gets its weight. Weights are not rescaled after alignment. Source tokens have no counterpart
+among the training tokens if the two tokenizers split the text differently or if it was truncated. The weight of such
+tokens is lost and lowers the coverage (paper appendix on token matching).
 
 A reasoning trace that is weighted separately gets mass in proportion to its token count; the source weights only the
 answer. If a response has t trace tokens and n answer tokens, each trace token gets 1 / (t + n), and the answer gets n /

@@ -47,7 +47,7 @@ def is_flat(row: Float[Tensor, " n"]) -> bool:
 
 
 def average_rounds(rounds: Sequence[Float[Tensor, " n"]]) -> Float[Tensor, " n"]:
-    """Returns the mean over the rows of all rounds, token by token."""
+    """Averages the rows of all rounds token by token."""
     return torch.stack(list(rounds)).mean(dim=0)
 
 

@@ -111,8 +111,8 @@ class RunVerbalizer(WeightReader):
 
     Args:
         verbalizer: the settings.
-        model: the run's model, used unless ``verbalizer.path`` names another.
-        chat: the run's chat format. Scores always refer to its tokens; the prompts use it unless another model is
+        model: the run's model, used unless ``verbalizer.path`` names a different one.
+        chat: the run's chat format. Scores always refer to its tokens. The prompts use it unless a different model is
             named.
         store: store for the answers.
     """
@@ -277,7 +277,7 @@ class RunRewardModel(AttentionReader):
         if found.mapped or not found.layers:
             raise UserError(
                 f"weights.path={self.path}: no layer of {found.name} has readable softmax attention, because none uses "
-                "transformers' AttentionInterface; choose another reward model"
+                "transformers' AttentionInterface; choose a different reward model"
             )
         return Depth(num_layers(self.path, self.revision), found.layers)
 

@@ -1,7 +1,7 @@
 """Parser for verbalised importance: reads scored parts from an answer and locates the parts in the response.
 
-Works on plain text only: no model, no tokens. The paper describes the method (split the response into parts, score each
-from 1 to 5) but specifies neither a prompt nor a parser; both are ours.
+Works on plain text only, without a model or tokens. The paper describes the method (split the response into parts,
+score each from 1 to 5) but specifies neither a prompt nor a parser; both are ours.
 """
 
 import json

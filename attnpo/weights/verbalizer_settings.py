@@ -63,9 +63,12 @@ class ScoreTemplate:
 class ScorePromptBuilder:
     """Builds prompts that ask for scores for one response. Nothing is truncated; a prompt that is too long is rejected.
 
-    Args: template: the prompt template. asked: the chat format of the scoring model. trained: the chat format of
-    training. Scores are assigned to its tokens, so each training token gets its score without alignment, regardless of
-    the scoring model. room: maximum number of tokens in a prompt; None for no limit.
+    Args:
+        template: the prompt template.
+        asked: the chat format of the scoring model.
+        trained: the chat format of training. Scores are assigned to its tokens, so each training token gets its score
+            without alignment, regardless of the scoring model.
+        room: maximum number of tokens in a prompt; None for no limit.
 
     Raises UserError if the template has a system message and the model's chat template accepts none.
     """

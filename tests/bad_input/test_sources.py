@@ -49,7 +49,7 @@ ASKED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("weights.layer=auto", "weights.layers=[1,2]", NO_DATA_READ): (
         "weights.layer=auto searches for one layer, but weights.layers=[1, 2] names the layers to read",
     ),
-    ("weights.heads=[3]",): ("weights.heads: expected query heads from 1 to 2 of this judge, got 3 in [3]",),
+    ("weights.heads=[3]",): ("weights.heads: expected query heads from 1 to 2 for this judge, got 3 in [3]",),
     ("weights.heads=[0]", NO_DATA_READ): ("weights.heads: expected distinct query heads numbered from 1", "got [0]"),
     ("weights.heads=[1,1]", NO_DATA_READ): ("weights.heads: expected distinct query heads numbered from 1",),
     ("judge=other", NO_DATA_READ): ("judge=other needs a second model", "set other_judge.path=FOLDER_OR_HUB_NAME"),

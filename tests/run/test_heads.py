@@ -86,7 +86,7 @@ def test_what_is_read_and_written_is_said(world: World, caplog: pytest.LogCaptur
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("weights.heads=[3]", r"weights\.heads: expected query heads from 1 to 2 of this judge, got 3 in \[3\]"),
+        ("weights.heads=[3]", r"weights\.heads: expected query heads from 1 to 2 for this judge, got 3 in \[3\]"),
         ("weights.heads=[0]", r"weights\.heads: expected distinct query heads numbered from 1.*got \[0\]"),
         ("weights.heads=[1,1]", r"weights\.heads: expected distinct query heads numbered from 1.*got \[1, 1\]"),
         ("weights.heads=[first]", r"weights\.heads"),

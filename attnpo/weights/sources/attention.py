@@ -85,7 +85,7 @@ class Attention(CapturedSource):
         outside = [head for head in self.heads if not 1 <= head <= num_heads]
         if outside:
             raise UserError(
-                f"weights.heads: expected query heads from 1 to {num_heads} of this judge, got {outside[0]} in "
+                f"weights.heads: expected query heads from 1 to {num_heads} for this judge, got {outside[0]} in "
                 f"{list(self.heads)}"
             )
         return tuple(HeadRow(row, head) for row in self.layers_to_store(num_layers) for head in range(1, num_heads + 1))

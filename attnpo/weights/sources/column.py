@@ -75,8 +75,8 @@ class Column(TextSource):
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """Returns the weights of the m training tokens, float32.
 
-        UserError naming pair, side and column if an entry is missing, has the wrong length, is not a number, or is
-        negative without ``signed``. UserError also if a distribution has no mass.
+        UserError naming pair, side and column if an entry is missing, has the wrong length, is not a number, is
+        negative without ``signed``, or leaves a distribution without mass.
         """
         name = self.chosen if side == "chosen" else self.rejected
         where = f"pair {pair.pair_id}, {side}, column {name!r}"

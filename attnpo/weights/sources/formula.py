@@ -44,11 +44,11 @@ Weigh = Callable[[ResponseTokens], Sequence[float] | Tensor]
 class Formula(TextSource):
     """Weights that ``function`` ("package.module.name") assigns to the tokens of each response.
 
-    The function is called with a ``ResponseTokens`` and returns a weight for each token, including the end of turn.
-    With ``kind`` factor, the weights are used unchanged and may be negative only if ``signed``. With ``kind``
-    distribution, they must be at least 0 and are divided by their sum. The function's package must be listed in
-    ATTNPO_ALLOW_TARGETS, like that of any class outside attnpo. The fingerprint includes a digest of the function's
-    source file, but not of other modules that this file imports.
+    The function is called with a ``ResponseTokens`` and returns a weight for each token, including the end of turn. If
+    ``kind`` is factor, the weights are used unchanged and may be negative only if ``signed``. If it is distribution,
+    they must be at least 0 and are divided by their sum. The function's package must be listed in ATTNPO_ALLOW_TARGETS,
+    like that of any class outside attnpo. The fingerprint includes a digest of the function's source file, but not of
+    other modules that this file imports.
     """
 
     function: str

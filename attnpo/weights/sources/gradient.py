@@ -1,4 +1,4 @@
-"""TI-DPO's importance: gradients with respect to the policy's input embeddings, mixed with a Gaussian prior, mean 1."""
+"""TI-DPO's importance: gradients with respect to the policy's input embeddings, mixed with a Gaussian prior."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -24,7 +24,8 @@ def position_prior(
 ) -> Float[Tensor, "rows R"]:
     """Returns a Gaussian over the tokens 0..n-1 of each row (sum 1), at ``width`` positions starting at ``first``.
 
-    Mean (n-1)/2, standard deviation max(1, n / divisor). Values beyond n-1 are meaningless; rows with n = 0 are all 0.
+    Its mean is (n-1)/2 and its standard deviation is max(1, n / divisor). Values beyond n-1 are meaningless; rows with
+    n = 0 are all 0.
     """
     longest = int(max(int(counts.max()), int(first.max()) + width)) if counts.numel() else width
     places = torch.arange(longest, device=counts.device, dtype=dtype)

@@ -21,7 +21,7 @@ class LengthRule(Enum):
 
 @dataclass(frozen=True)
 class Lengths(OnlineSource):
-    """Keeps as many tokens of each response as the shorter one has (including the end of turn) with factor 1.
+    """Gives factor 1 to as many tokens of each response as the shorter one has, including the end of turn.
 
     TAIL keeps the first tokens and gives all later ones ``alpha`` (LD-DPO; 0 is POET). SUBSAMPLE draws the kept tokens
     at random in every optimizer step and gives all others 0 (SamPO); policy and reference share the draw. A draw

@@ -17,7 +17,7 @@ from attnpo.weights.sources.attention import capture_judge_rounds
 
 @dataclass(frozen=True)
 class Rollout(CapturedSource):
-    """Row of the last prompt token in ``prod_l (A_l + I) / 2``, last layer leftmost; A_l is averaged over heads.
+    """Row of the last prompt token in ``prod_l (A_l + I) / 2`` (last layer leftmost); A_l is averaged over heads.
 
     Each row already sums to 1, so nothing is renormalised between layers (LOSSES 3.2; Abnar and Zuidema 2020).
     """

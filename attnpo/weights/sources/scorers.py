@@ -77,7 +77,7 @@ class ComparedSource(ScoredSource):
         """Returns the statistic to compare.
 
         "log_ratio": log-probability under the first model minus that under the second; "contrast": log-probability
-        under softmax(2 z - z'), z and z' their logits.
+        under softmax(2 z - z'), where z and z' are their logits.
         """
         return LOG_RATIO
 
