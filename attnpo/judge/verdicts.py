@@ -114,10 +114,10 @@ def judge_summary_lines(verdicts: JudgeStatistics) -> tuple[str, str]:
 
 
 def judge_warning(verdicts: JudgeStatistics) -> str | None:
-    """Returns a warning about a judge whose verdicts carry no preference; None for other judges.
+    """Returns a warning if the judge's verdicts carry no preference; None otherwise.
 
-    A judge at chance (``judge_standing``) does not know which answer is better. A judge with more than half of its
-    verdicts on neither label does not answer. How often the orders agree is not a criterion: a judge with position bias
+    A judge at chance (``judge_standing``) does not know which answer is better. A judge does not answer if more than
+    half of its verdicts name neither label. How often the orders agree is not a criterion: a judge with position bias
     may be right on every pair that its bias does not decide. Accuracy over fewer than 20 pairs is not assessed.
     """
     unlabelled = f"{100 * verdicts.other_tokens:.0f} % of its verdicts name no label"

@@ -28,8 +28,8 @@ from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
 class Reduction(Enum):
     """Reduction of a response's per-token values to one number.
 
-    SUM: ``sum_t w_t x_t``, with w = 1 without weights. MEAN: the same with w = 1/n without weights (a distribution
-    replaces 1/n). WEIGHT_MEAN: ``sum_t w_t x_t / sum_t w_t``, or 0 if the weights sum to 0.
+    SUM: ``sum_t w_t x_t``, where w defaults to 1. MEAN: the same, but w defaults to 1/n (a distribution replaces 1/n).
+    WEIGHT_MEAN: ``sum_t w_t x_t / sum_t w_t``, or 0 if the weights sum to 0.
     """
 
     SUM = "sum"
@@ -43,7 +43,7 @@ def reduce(
     mask: Bool[Tensor, "rows R"],
     how: Reduction,
 ) -> Float[Tensor, " rows"]:
-    """Reduces each row to one number; positions outside the mask are ignored, even infinities."""
+    """Reduces each row to one number; values outside the mask are ignored, even if they are infinite."""
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
     kept = torch.where(mask, values, zero)
     if weights is None:
@@ -58,7 +58,7 @@ def reduce(
 
 
 class LengthFrom(Enum):
-    """Tokenizer in whose tokens |y| is measured: the weight source's (as in the paper) or the policy's."""
+    """Tokenizer that determines |y|: the weight source's (as in the paper) or the policy's."""
 
     SOURCE = "source"
     TRAIN = "train"
@@ -79,7 +79,7 @@ def weighted_sum(
 
 
 def response_lengths(rows: RowGroup, length_scale: bool, length_from: LengthFrom) -> Float[Tensor, " rows"] | None:
-    """Returns |y| per row for ``weighted_sum``; None without the length scale, and for factors."""
+    """Returns |y| per row for ``weighted_sum``; None if the length scale is off or the weights are factors."""
     if rows.factors or not length_scale:
         return None
     if length_from is LengthFrom.SOURCE:
@@ -91,19 +91,19 @@ class ObjectivePart:
     """Base class of objective parts that contribute config keys."""
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns the keys that have no effect, given the other keys, each with the reason."""
+        """Returns the keys that have no effect in this config, mapped to the reasons."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthScaled(ObjectivePart):
-    """Base of objectives that multiply weighted sums by |y|: config keys, and access to weights, mask and lengths."""
+    """Base class of objectives that multiply weighted sums by |y|; provides their weights, mask and lengths."""
 
     length_scale: bool = True
     length_from: LengthFrom = LengthFrom.SOURCE
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns the keys that have no effect, given the other keys, each with the reason."""
+        """Returns the keys that have no effect in this config, mapped to the reasons."""
         return ({} if self.length_scale else {"length_from": "objective.length_scale=false"}) | super().unused_keys()
 
     def weighted(
@@ -138,9 +138,9 @@ def split_by_side(name: str, rows: Float[Tensor, " rows"]) -> dict[str, Float[Te
 class PreferenceObjective(Protocol):
     """Preference loss. ``requires`` names the inputs that must be computed for it; nothing else is computed.
 
-    "reference": log-probabilities of a frozen reference. "token_weights": weights of any source; if "factors" is also
+    "reference": log-probabilities of a frozen reference. "token_weights": weights from any source; if "factors" is also
     required, the source must provide factors. "hidden", "vocab:NAME", "joint:NAME", "input_gradient": statistics of
-    ``TokenStats`` (joint ones need the reference's head). "group:NAME": further rows, scored with each micro-batch.
+    ``TokenStats`` (joint ones need the reference's head). "group:NAME": additional rows, scored with each micro-batch.
     "ahead:NAME": rows that are scored before an optimizer step (``StepObjective``). "several_pairs": more than one pair
     per step.
     """
@@ -160,13 +160,13 @@ class StepObjective(PreferenceObjective, Protocol):
     def step_sums(
         self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup
     ) -> dict[str, Float[Tensor, ""]]:
-        """Computes sums over the rows of an "ahead" group; step totals over all ranks become ``batch.state``."""
+        """Computes sums over the rows of an "ahead" group; totals over the step and all ranks form ``batch.state``."""
 
 
 def log_ratios(
     policy_logps: Float[Tensor, "rows R"], reference_logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]
 ) -> Float[Tensor, "rows R"]:
-    """Returns per-token ``d = log pi - log ref``, 0 outside the response; the subtraction precedes any sum."""
+    """Returns per-token ``d = log pi - log ref``, 0 outside the response; subtracts before anything is summed."""
     difference = policy_logps - reference_logps.to(policy_logps.dtype)
     return torch.where(mask, difference, torch.zeros_like(difference))
 

@@ -1,4 +1,4 @@
-"""Contrastive Preference Optimization (Xu et al. 2024, Eq. 5): DPO with a uniform reference, and an SFT term."""
+"""Contrastive Preference Optimization (Xu et al. 2024, Eq. 5): DPO with a uniform reference plus an SFT term."""
 
 from dataclasses import dataclass, field
 
@@ -41,7 +41,7 @@ def cpo_loss(
 
 @dataclass(frozen=True)
 class CPO(SftTerm, LengthScaled):
-    """``-log sigmoid(beta (S(p_w) - S(p_l))) + sft_coef NLL(y_w)`` with p the policy's log-probabilities.
+    """``-log sigmoid(beta (S(p_w) - S(p_l))) + sft_coef NLL(y_w)``, where p are the policy's log-probabilities.
 
     The NLL is a mean over the chosen tokens of the whole step (``sft: batch``, as in TRL); the paper uses the
     likelihood of each response (``sum``). Token weights multiply p in the margin, scaled as in TwDPO.
@@ -60,6 +60,6 @@ class CPO(SftTerm, LengthScaled):
         check_range("objective", "[0, inf)", sft_coef=self.sft_coef)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Computes losses and rewards ``beta S(p)`` of the batch."""
+        """Computes losses and rewards ``beta S(p)`` for the batch."""
         output = cpo_loss(policy.logps, *self.weighted(batch.main), self.beta, self.label_smoothing, self.loss_type)
         return self.with_sft(output, policy, batch)

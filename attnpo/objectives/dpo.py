@@ -29,10 +29,10 @@ def dpo_loss(
 ) -> ObjectiveOutput:
     """Returns the DPO loss of each pair: ``-log sigmoid(beta (S(d_w) - S(d_l)))``.
 
-    d is the log-ratio of a token in nats, S its sum over the response. Rewards are ``beta S(d)``. ``loss_type`` and
-    ``label_smoothing`` select the loss of the margin (``margin_loss``), ``clip_ratio`` bounds d (``clip_log_ratios``).
-    Source: Rafailov et al. 2023, Eq. 7 (arXiv 2305.18290); eric-mitchell/direct-preference-optimization,
-    ``trainers.py``.
+    d is the log-ratio of a token in nats, and S is its sum over the response. Rewards are ``beta S(d)``. ``loss_type``
+    and ``label_smoothing`` select the loss of the margin (``margin_loss``); ``clip_ratio`` bounds d
+    (``clip_log_ratios``). Source: Rafailov et al. 2023, Eq. 7 (arXiv 2305.18290);
+    eric-mitchell/direct-preference-optimization, ``trainers.py``.
 
     Example:
         >>> import torch
@@ -50,11 +50,11 @@ def dpo_loss(
 
 @dataclass(frozen=True)
 class DPO(SftTerm):
-    """``-log sigmoid(beta (S(d_w) - S(d_l)))`` with d the per-token log-ratio and S the sum over the response.
+    """``-log sigmoid(beta (S(d_w) - S(d_l)))``, where d is the per-token log-ratio and S sums over the response.
 
     ``loss_type`` is the loss of the margin; ``clip_ratio`` bounds d (``clip_log_ratios``); ``sft_coef`` scales an added
-    negative log-likelihood of the chosen response, ``anchor`` an added KL(policy || reference) at the tokens of both
-    responses (``with_anchor``).
+    negative log-likelihood of the chosen response; ``anchor`` scales an added KL(policy || reference) at the tokens of
+    both responses (``with_anchor``).
     """
 
     beta: float = 0.1
@@ -70,11 +70,11 @@ class DPO(SftTerm):
 
     @property
     def requires(self) -> frozenset[str]:
-        """Returns the reference, and KL(policy || reference) at each token if an anchor is set."""
+        """Requires the reference and, if an anchor is set, KL(policy || reference) at each token."""
         return frozenset({"reference", *([f"joint:{ANCHOR_STATISTIC}"] if self.anchor else [])})
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Computes losses and rewards ``beta S(d)`` of the batch."""
+        """Computes losses and rewards ``beta S(d)`` for the batch."""
         given = policy.logps, logps_of(reference), batch.main.response_mask, self.beta
         output = dpo_loss(*given, self.label_smoothing, self.loss_type, self.clip_ratio)
         return self.with_sft_and_anchor(output, policy, batch)
@@ -82,7 +82,7 @@ class DPO(SftTerm):
     def with_sft_and_anchor(
         self, output: ObjectiveOutput, policy: TokenStats, batch: PreferenceBatch, shares: Tensor | None = None
     ) -> ObjectiveOutput:
-        """Adds the SFT term and the anchor to the output; ``shares`` as in ``with_anchor``."""
+        """Adds the SFT term and the anchor to the output; ``shares`` is passed on to ``with_anchor``."""
         output = self.with_sft(output, policy, batch)
         if not self.anchor:
             return output

@@ -36,9 +36,9 @@ def ipo_loss(
     """Returns the IPO loss of each pair: ``((A(d_w) - A(d_l)) - 1 / (2 beta))^2``.
 
     ``A(d) = sum_t a_t d_t`` is the mean of a response's log-ratios d in nats; a (``weights``) is 1/n or another
-    distribution. With ``lengths`` A is a sum, ``|y| sum_t a_t d_t``. Rewards are ``beta A(d)``. ``beta`` is the tau of
-    the source: Azar et al. 2024, Eq. 17 (arXiv 2310.12036), which sums; TRL 1.16 ``DPOTrainer`` uses the mean, which
-    the authors confirmed according to TRL's documentation.
+    distribution. With ``lengths``, A is a sum, ``|y| sum_t a_t d_t``. Rewards are ``beta A(d)``. ``beta`` is called tau
+    in the paper. Source: Azar et al. 2024, Eq. 17 (arXiv 2310.12036), which uses the sum; TRL 1.16 ``DPOTrainer`` uses
+    the mean. According to TRL's documentation, the authors confirmed the mean.
 
     Example:
         >>> import torch
@@ -56,10 +56,10 @@ def ipo_loss(
 
 @dataclass(frozen=True)
 class IPO(LengthScaled):
-    """``((A(d_w) - A(d_l)) - 1 / (2 beta))^2`` with A the mean (or the sum) of the log-ratios over the response.
+    """``((A(d_w) - A(d_l)) - 1 / (2 beta))^2``, where A is the mean (or the sum) of the log-ratios over the response.
 
-    ``beta`` is the paper's tau. Token weights replace 1/n in the mean; in the sum they are scaled by
-    ``length_scale`` and ``length_from`` as in TwDPO.
+    ``beta`` is the paper's tau. Token weights replace 1/n in the mean; in the sum, they are scaled by ``length_scale``
+    and ``length_from`` as in TwDPO.
     """
 
     beta: float = 0.1
@@ -71,13 +71,13 @@ class IPO(LengthScaled):
         check_range("objective", "(0, inf)", beta=self.beta)
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns the keys that have no effect, given the other keys, each with the reason."""
+        """Returns the keys that have no effect in this config, mapped to the reasons."""
         if self.reduction is LogRatioReduction.SUM:
             return super().unused_keys()
         return dict.fromkeys(("length_scale", "length_from"), "objective.reduction=mean does not use lengths")
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Computes losses and rewards ``beta A(d)`` of the batch."""
+        """Computes losses and rewards ``beta A(d)`` for the batch."""
         rows, mean = batch.main, self.reduction is LogRatioReduction.MEAN
         return ipo_loss(
             policy.logps,

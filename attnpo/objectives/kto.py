@@ -43,10 +43,10 @@ def kto_loss(
 
     It is the mean of ``lam_D sigmoid(-b (S(d_w) - z))`` and ``lam_U sigmoid(-b (z - S(d_l)))``.
 
-    ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d (nats); rewards are ``b S(d)``, b is ``beta``. ``z = max(0,
-    mismatched_mean)`` has no gradient and is the extra ``kl``; ``mismatched_mean`` is the mean of the unweighted S(d)
-    over the step's mismatched rows. Source: Ethayarajh et al. 2024, section 4 (arXiv 2402.01306); TRL 1.16
-    ``kto_trainer.py``.
+    ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d (nats); rewards are ``b S(d)``, where b is ``beta``.
+    ``z = max(0, mismatched_mean)`` has no gradient and is returned as the extra ``kl``; ``mismatched_mean`` is the mean
+    of the unweighted S(d) over the step's mismatched rows. Source: Ethayarajh et al. 2024, section 4 (arXiv
+    2402.01306); TRL 1.16 ``kto_trainer.py``.
 
     Example:
         >>> import torch
@@ -69,11 +69,11 @@ def kto_loss(
 class KTO(LengthScaled):
     """``lam_D sigmoid(-b (S_w(d) - z))`` for chosen responses, ``lam_U sigmoid(-b (z - S_w(d)))`` for rejected ones.
 
-    ``z = max(0, mean of S(d))`` over the step's mismatched rows (prompts paired with responses to another prompt),
-    without gradient; the clamp follows the mean. The loss of a pair is the mean of its two examples, so the mean
-    over pairs is the mean over all examples. S_w sums with the token weights as TwDPO does (``length_scale``,
-    ``length_from``); z is not weighted. Uniform weights give the KTO of TRL 1.16, with z over the whole step instead of
-    a micro-batch.
+    ``z = max(0, mean of S(d))`` over the step's mismatched rows (prompts paired with responses to a different prompt),
+    without gradient; the mean is clamped, not each row. The loss of a pair is the mean of its two examples, so the mean
+    over pairs is the mean over all examples. S_w applies the token weights like TwDPO (``length_scale``,
+    ``length_from``); z is not weighted. With uniform weights this is the KTO of TRL 1.16, except that z covers the
+    whole step instead of a micro-batch.
     """
 
     beta: float = 0.1
@@ -91,7 +91,7 @@ class KTO(LengthScaled):
     def step_sums(
         self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup
     ) -> dict[str, Float[Tensor, ""]]:
-        """Returns the sum of S(d) over the mismatched rows, and the number of these rows, which determine z.
+        """Returns the sum of S(d) over the mismatched rows and the number of those rows; together they determine z.
 
         Raises:
             ValueError: no reference statistics were given.
@@ -101,7 +101,7 @@ class KTO(LengthScaled):
         return {"kl_sum": sums.double().sum(), "kl_rows": sums.new_tensor(len(sums)).double()}
 
     def mismatched_mean(self, state: Mapping[str, Float[Tensor, ""]]) -> Float[Tensor, ""]:
-        """Returns the mean of S(d) over the mismatched rows of the step, not clamped.
+        """Returns the mean of S(d) over the mismatched rows of the step, before clamping.
 
         Raises:
             ValueError: no mismatched rows were scored before this step.
@@ -113,7 +113,7 @@ class KTO(LengthScaled):
         return state["kl_sum"] / state["kl_rows"]
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Computes losses, weighted rewards ``b S_w(d)`` and, as an extra, z, which is the same for every pair."""
+        """Computes losses and weighted rewards ``b S_w(d)``; the extra ``kl`` is z, the same for every pair."""
         return kto_loss(
             policy.logps,
             logps_of(reference),

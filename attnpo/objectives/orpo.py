@@ -1,4 +1,4 @@
-"""Odds Ratio Preference Optimization (Hong et al. 2024, Eq. 6): an SFT term and the log odds ratio of the responses."""
+"""Odds Ratio Preference Optimization (Hong et al. 2024, Eq. 6): an SFT term plus a log odds ratio loss."""
 
 from dataclasses import dataclass
 
@@ -36,10 +36,10 @@ def orpo_loss(
 
 @dataclass(frozen=True)
 class ORPO:
-    """``NLL(y_w) - lam log sigmoid(o_w - o_l)`` with o the log odds of a response's mean log-probability A(p).
+    """``NLL(y_w) - lam log sigmoid(o_w - o_l)``, where o is the log odds of a response's mean log-probability A(p).
 
-    The NLL is each response's own mean over its tokens (``sft: mean``); ``batch`` is the mean over the chosen tokens of
-    the whole step. Unlike in TRL, the prompt is never part of it. Token weights replace 1/n in A.
+    The NLL is averaged over each response's tokens (``sft: mean``); ``sft: batch`` averages it over all chosen tokens
+    of the step. Unlike in TRL, the NLL never includes the prompt. Token weights replace 1/n in A.
     """
 
     lam: float = 0.1
@@ -51,6 +51,6 @@ class ORPO:
         check_range("objective", "(0, inf)", lam=self.lam)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Computes losses and rewards ``lam A(p)`` of the batch."""
+        """Computes losses and rewards ``lam A(p)`` for the batch."""
         output = orpo_loss(policy.logps, mean_factors(batch.main), batch.main.response_mask, self.lam)
         return SftTerm(sft_coef=1.0, sft=self.sft).with_sft(output, policy, batch)

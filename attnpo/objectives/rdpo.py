@@ -22,7 +22,7 @@ def rdpo_loss(
 ) -> ObjectiveOutput:
     """Returns the R-DPO loss of each pair: ``-log sigmoid(beta (S(d_w) - S(d_l)) + alpha (n_w - n_l))``.
 
-    ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d (nats), n counts the tokens in ``mask``, so that alpha is in nats
+    ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d (nats) and n counts the tokens in ``mask``, so alpha is in nats
     per token. Rewards are ``beta S(d)``. Source: Park et al. 2024, Eq. 9 (arXiv 2403.19159); there is no public code.
 
     Example:
@@ -43,7 +43,7 @@ def rdpo_loss(
 
 @dataclass(frozen=True)
 class RDPO(LengthScaled):
-    """``-log sigmoid(beta (S(d_w) - S(d_l)) + alpha (n_w - n_l))`` with n the response's training tokens.
+    """``-log sigmoid(beta (S(d_w) - S(d_l)) + alpha (n_w - n_l))``, where n counts the response's training tokens.
 
     A longer chosen response already gets part of its margin from alpha, so its likelihood is raised less; beta does not
     multiply alpha. Token weights multiply the log-ratios d, scaled as in TwDPO; n is not weighted.
@@ -60,7 +60,7 @@ class RDPO(LengthScaled):
         check_range("objective", "[0, inf)", alpha=self.alpha)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Computes losses and rewards ``beta S(d)`` of the batch."""
+        """Computes losses and rewards ``beta S(d)`` for the batch."""
         return rdpo_loss(
             policy.logps,
             logps_of(reference),

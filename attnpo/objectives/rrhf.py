@@ -1,4 +1,4 @@
-"""RRHF (Yuan et al. 2023, Eq. 2-4), pairwise as in the SimPO study: a ranking of length-normalised scores, and SFT."""
+"""RRHF (Yuan et al. 2023, Eq. 2-4), pairwise as in the SimPO study: a hinge on length-normalised scores plus SFT."""
 
 from dataclasses import dataclass, field
 
@@ -20,9 +20,9 @@ def rrhf_loss(
     """Returns the pairwise RRHF loss ``max(0, s_l - s_w)`` of the scores s, without its SFT term (``add_sft``).
 
     ``s = n^(1-k) A(p)``, which is ``S(p) / n^k``; s is also the reward. ``A(p) = sum_t a_t p_t`` is the mean of the
-    policy's log-probabilities p (nats), a (``weights``) is 1/n or another distribution, n the number of tokens in
-    ``mask``, k the length penalty. Source: Yuan et al. 2023, Eq. 2-4 (arXiv 2304.05302), in the pairwise form of the
-    SimPO study.
+    policy's log-probabilities p (nats), and a (``weights``) is 1/n or another distribution. n is the number of tokens
+    in ``mask``, and k is the length penalty. Source: Yuan et al. 2023, Eq. 2-4 (arXiv 2304.05302), in the pairwise form
+    of the SimPO study.
 
     Example:
         >>> import torch
@@ -39,7 +39,7 @@ def rrhf_loss(
 
 @dataclass(frozen=True)
 class RRHF(SftTerm):
-    """``max(0, s_l - s_w) + sft_coef NLL(y_w)`` with the score ``s = S(p) / n^k``, k the length penalty.
+    """``max(0, s_l - s_w) + sft_coef NLL(y_w)`` with the score ``s = S(p) / n^k``, where k is the length penalty.
 
     The NLL is the likelihood of the whole response (``sft: sum``). The original code weights the ranking term instead
     of the SFT term; this class follows the SimPO study, whose RRHF results it reproduces. Token weights replace 1/n in
@@ -56,6 +56,6 @@ class RRHF(SftTerm):
         check_range("objective", "[0, inf)", length_penalty=self.length_penalty, sft_coef=self.sft_coef)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Computes losses and, as rewards, the scores of the batch."""
+        """Computes losses for the batch and returns the scores as rewards."""
         output = rrhf_loss(policy.logps, mean_factors(batch.main), batch.main.response_mask, self.length_penalty)
         return self.with_sft(output, policy, batch)

@@ -40,7 +40,7 @@ def simpo_loss(
 
 @dataclass(frozen=True)
 class SimPO:
-    """``-log sigmoid(beta (A(p_w) - A(p_l)) - gamma)`` with ``gamma = beta gamma_beta_ratio``, A the token mean.
+    """``-log sigmoid(beta (A(p_w) - A(p_l)) - gamma)``; A is the token mean, and gamma is ``beta gamma_beta_ratio``.
 
     The config key is the ratio, as in the authors' code; TRL's ``simpo_gamma`` is gamma itself. Token weights replace
     1/n in A.
@@ -69,10 +69,10 @@ class SimPO:
         return SftTerm(sft_coef=self.sft_weight, sft=self.sft)
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns the keys that have no effect, given the other keys, each with the reason."""
+        """Returns the keys that have no effect in this config, mapped to the reasons."""
         return self._sft_term.unused_keys()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Computes losses and rewards ``beta A(p)`` of the batch."""
+        """Computes losses and rewards ``beta A(p)`` for the batch."""
         given = policy.logps, mean_factors(batch.main), batch.main.response_mask, self.beta, self.gamma
         return self._sft_term.with_sft(simpo_loss(*given, self.label_smoothing, self.loss_type), policy, batch)

@@ -38,10 +38,10 @@ def slic_hf_loss(
 
 @dataclass(frozen=True)
 class SLiCHF(SftTerm, LengthScaled):
-    """``max(0, delta - S(p_w) + S(p_l)) + sft_coef NLL(y_w)`` with sums over the response; no reference and no beta.
+    """``max(0, delta - S(p_w) + S(p_l)) + sft_coef NLL(y_w)``, where S sums over the response; there is no beta.
 
     The NLL is the likelihood of the whole response (``sft: sum``). Token weights multiply p in the hinge, scaled as in
-    TwDPO. This is not the hinge of TRL; see ``DPO.loss_type``.
+    TwDPO. No reference is needed. This is not TRL's hinge loss; see ``DPO.loss_type`` for that one.
     """
 
     delta: float = 1.0
@@ -55,5 +55,5 @@ class SLiCHF(SftTerm, LengthScaled):
         check_range("objective", "[0, inf)", sft_coef=self.sft_coef)
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
-        """Computes losses and rewards ``S(p)`` of the batch."""
+        """Computes losses and rewards ``S(p)`` for the batch."""
         return self.with_sft(slic_hf_loss(policy.logps, *self.weighted(batch.main), self.delta), policy, batch)

@@ -1,8 +1,9 @@
 """Token-level DPO (Zeng et al. 2024, arXiv 2404.11999): DPO's margin minus a difference of sequence KLs.
 
 The sequence KL of a response is ``K = sum_t KL(ref || policy)`` over the whole vocabulary at each of its tokens,
-not clamped and not averaged; token weights multiply only d. Form and stop-gradient follow the authors' code
-(Vance0124/Token-level-Direct-Preference-Optimization), whose logged rewards are ``beta (S(d) + K)`` in both versions.
+without clamping or averaging; token weights multiply only d. The formulas and the stop-gradient follow the authors'
+code (Vance0124/Token-level-Direct-Preference-Optimization), whose logged rewards are ``beta (S(d) + K)`` in both
+versions.
 """
 
 from dataclasses import dataclass
@@ -54,9 +55,9 @@ def tdpo1_loss(
 ) -> ObjectiveOutput:
     """Returns the TDPO1 loss of each pair: ``-log sigmoid(beta [S(d_w) - S(d_l) - (K_l - K_w)])``.
 
-    ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d, ``K = sum_t KL(ref || policy)`` the unweighted ``position_kl``,
-    all in nats; K_w and K_l carry gradient and are extras. Rewards are ``beta (S(d) + K)``. Source: Zeng et al. 2024
-    (arXiv 2404.11999); Vance0124/Token-level-Direct-Preference-Optimization, ``trainers.py``.
+    ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d and ``K = sum_t KL(ref || policy)`` sums ``position_kl`` without
+    weights, all in nats. K_w and K_l carry gradients and are returned as extras. Rewards are ``beta (S(d) + K)``.
+    Source: Zeng et al. 2024 (arXiv 2404.11999); Vance0124/Token-level-Direct-Preference-Optimization, ``trainers.py``.
 
     Example:
         >>> import torch
@@ -113,7 +114,7 @@ def tdpo_output(
 
 @dataclass(frozen=True)
 class TDPO1(LengthScaled):
-    """``-log sigmoid(beta [S(d_w) - S(d_l) - (K_l - K_w)])``; both K_w and K_l carry gradient.
+    """``-log sigmoid(beta [S(d_w) - S(d_l) - (K_l - K_w)])``; both K_w and K_l carry gradients.
 
     ``length_scale`` and ``length_from`` work as in TwDPO; uniform weights give the plain S(d).
     """

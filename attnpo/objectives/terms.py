@@ -51,9 +51,9 @@ def margin_loss(
 
 
 def log1mexp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Returns ``log(1 - exp(x))`` for x < 0, exact at both ends; the formula changes at -log 2 (Maechler 2012).
+    """Returns ``log(1 - exp(x))`` for x < 0, accurate at both ends; the formula changes at -log 2 (Maechler 2012).
 
-    Values within one rounding step of 0 (a certain response) are replaced by that step, so that the result stays
+    Values within one rounding step of 0 (a response with probability 1) are replaced by that step to keep the result
     finite.
     """
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
@@ -64,7 +64,7 @@ def log1mexp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def log_odds(log_probability: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Returns ``log(p / (1 - p))`` of a log-probability."""
+    """Returns the log odds ``log(p / (1 - p))`` for log-probabilities ``log p``."""
     return log_probability - log1mexp(log_probability)
 
 
@@ -88,8 +88,8 @@ def chosen_nll(
 ) -> Float[Tensor, " pairs"]:
     """Returns the negative log-likelihood ``-A(p)`` or ``-S(p)`` of each chosen response (the first half of the rows).
 
-    Under BATCH it is the pair's share ``-S(p) pairs_per_token``, where ``pairs_per_token`` is the number of pairs per
-    chosen token in the whole optimizer step; its mean over the pairs then equals the mean over the tokens.
+    With BATCH, returns each pair's share ``-S(p) pairs_per_token``, where ``pairs_per_token`` is the number of pairs
+    per chosen token in the whole optimizer step; its mean over the pairs then equals the mean over the tokens.
     """
     pairs = len(policy_logps) // 2
     how = Reduction.MEAN if form is Sft.MEAN else Reduction.SUM
@@ -98,7 +98,7 @@ def chosen_nll(
 
 
 def add_sft(output: ObjectiveOutput, nll: Float[Tensor, " pairs"], coef: float = 1.0) -> ObjectiveOutput:
-    """Adds ``coef nll`` to each pair's loss, and both the original loss and ``nll`` to the extras.
+    """Adds ``coef nll`` to each pair's loss; stores the original loss and ``nll`` as extras.
 
     ``nll`` is the result of ``chosen_nll``.
 
@@ -122,7 +122,7 @@ class SftTerm(ObjectivePart):
     sft: Sft = Sft.MEAN
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns the keys that have no effect, given the other keys, each with the reason."""
+        """Returns the keys that have no effect in this config, mapped to the reasons."""
         return ({} if self.sft_coef else {"sft": "the SFT term's coefficient is 0"}) | super().unused_keys()
 
     def with_sft(self, output: ObjectiveOutput, policy: TokenStats, batch: PreferenceBatch) -> ObjectiveOutput:
@@ -163,8 +163,8 @@ ANCHOR_STATISTIC = "kl_policy_ref"
 class AnchorOn(Enum):
     """Share of a token's KL to the reference that the anchor penalises.
 
-    ALL: the full KL. LOW: the share by which the token's weight is below a uniform one, ``max(0, 1 - n a_t)`` for a
-    distribution a over n tokens and ``max(0, 1 - w_t)`` for factors, so that tokens with low weight stay close to the
+    ALL: the full KL. LOW: the fraction by which the token's weight is below a uniform weight, ``max(0, 1 - n a_t)`` for
+    a distribution a over n tokens and ``max(0, 1 - w_t)`` for factors, so that tokens with low weight stay close to the
     reference.
     """
 
@@ -187,10 +187,11 @@ def with_anchor(
     coef: float,
     shares: Float[Tensor, "rows R"] | None = None,
 ) -> ObjectiveOutput:
-    """Adds ``coef (K_w + K_l) / 2`` to each pair's loss, ``K = sum_t h_t KL_t``.
+    """Adds ``coef (K_w + K_l) / 2`` to each pair's loss, where ``K = sum_t h_t KL_t``.
 
     ``position_kl`` is KL(policy || reference) over the whole vocabulary at each token, in nats, and carries gradient;
-    ``shares`` h defaults to 1. The extras contain the loss without the term, and the term without ``coef``.
+    ``shares`` are the h_t and default to 1. The extras contain the loss without the term, and the term without
+    ``coef``.
     """
     chosen, rejected = split_pairs(reduce(position_kl, shares, mask, Reduction.SUM))
     term = (chosen + rejected) / 2
@@ -202,7 +203,7 @@ def with_anchor(
 
 
 def check_beta(beta: float, label_smoothing: float = 0.0, loss_type: LossType = LossType.SIGMOID) -> None:
-    """Checks that beta is positive and that the label smoothing is in [0, 0.5) and takes effect; UserError if not."""
+    """Raises UserError unless beta is positive and the label smoothing is in [0, 0.5) and takes effect."""
     check_range("objective", "(0, inf)", beta=beta)
     check_range("objective", "[0, 0.5)", label_smoothing=label_smoothing)
     if label_smoothing and loss_type is LossType.HINGE:

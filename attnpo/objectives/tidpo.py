@@ -28,7 +28,7 @@ def squared_distance(
     second: Float[Tensor, "pairs R"],
     second_mask: Bool[Tensor, "pairs R"],
 ) -> tuple[Float[Tensor, " pairs"], Bool[Tensor, " pairs"]]:
-    """Returns ``sum_t (x_t - y_t)^2`` over the shared response indices t, and whether there are any."""
+    """Returns ``sum_t (x_t - y_t)^2`` over the shared response indices t, and whether any are shared."""
     width = min(first.shape[1], second.shape[1])
     both = first_mask[:, :width] & second_mask[:, :width]
     gap = torch.where(both, first[:, :width] - second[:, :width], torch.zeros_like(first[:, :width]))
@@ -44,8 +44,8 @@ def triplet_term(
 ) -> Triplet:
     """Returns ``relu(|d_a - d_w|^2 - |d_a - d_l|^2 + margin)`` of per-token log-ratios d.
 
-    Returns 0 if either distance covers no tokens (no anchor token, or an empty response): with both empty, only the
-    constant margin would remain; with one empty, the other would have nothing to compare with.
+    Returns 0 if either distance covers no tokens because the anchor or a response is empty. If both are empty, only the
+    constant margin would remain; if one is empty, the other would have nothing to be compared to.
     """
     half = len(anchor)
     chosen, near = squared_distance(anchor, anchor_mask, ratios[:half], mask[:half])
@@ -69,11 +69,11 @@ def tidpo_loss(
 
     ``-log sigmoid(beta [M_w - M_l - alpha (K_l - sg(K_w))]) + gamma_triplet triplet``.
 
-    ``M = sum_t w_t d_t`` sums the log-ratios d with factors w (``weights``), ``K = sum_t KL(ref || policy)`` the
-    unweighted ``position_kl``, all in nats; sg stops the gradient; rewards are ``beta (M + K)``. Without
-    ``position_kl`` there is no K (the weighted DPO form of the paper), and without ``triplet`` (``triplet_term``) there
-    is no last term. Extras: the unweighted rewards ``beta S(d)``, K, the triplet term before it is scaled by
-    ``gamma_triplet``, and 1 for each pair without that term. Source: latent-lm/TIDPO.
+    ``M = sum_t w_t d_t`` sums the log-ratios d with factors w (``weights``), and ``K = sum_t KL(ref || policy)`` sums
+    ``position_kl`` without weights, all in nats. sg stops the gradient; rewards are ``beta (M + K)``. Without
+    ``position_kl`` there is no K (the weighted DPO form of the paper), and without ``triplet`` (``triplet_term``) the
+    last term is dropped. The extras are the unweighted rewards ``beta S(d)``, K, the triplet term before scaling by
+    ``gamma_triplet``, and an indicator of pairs without that term. Source: latent-lm/TIDPO.
 
     Example:
         >>> import torch
@@ -107,9 +107,9 @@ class TIDPO:
 
     ``w``: token weights as factors (TI-DPO's own: weights=gradient). ``K``: KL(reference || policy) summed over the
     response's positions, unweighted; sg stops the gradient on the chosen side only (TDPO2). ``kl: false`` drops K,
-    which gives the weighted DPO form of the paper's equations. The triplet compares per-token log-ratios with those of
-    an ``anchor`` response sampled from the policy; gradients also flow into the anchor. Sources: latent-lm/TIDPO,
-    ``trainers.py``; Vance0124/Token-level-Direct-Preference-Optimization, ``trainers.py``.
+    which gives the weighted DPO form of the paper's equations. The triplet term compares per-token log-ratios with
+    those of an ``anchor`` response sampled from the policy; gradients also flow into the anchor. Sources:
+    latent-lm/TIDPO, ``trainers.py``; Vance0124/Token-level-Direct-Preference-Optimization, ``trainers.py``.
     """
 
     beta: float = 0.01
@@ -130,7 +130,7 @@ class TIDPO:
         )
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns the keys that have no effect, given the other keys, each with the reason."""
+        """Returns the keys that have no effect in this config, mapped to the reasons."""
         idle = {} if self.kl else {"alpha": "objective.kl=false"}
         if not self.gamma_triplet:
             idle |= dict.fromkeys(("triplet_margin", "anchor"), "objective.gamma_triplet=0")
@@ -138,7 +138,7 @@ class TIDPO:
 
     @property
     def requires(self) -> frozenset[str]:
-        """Returns reference and factors; with ``kl``, the KL at each token; with a triplet term, an anchor per pair."""
+        """Requires the reference and factors, with ``kl`` the KL at each token, and an anchor for a triplet term."""
         kl = {"joint:kl_ref_policy"} if self.kl else set()
         anchor = {"group:anchor"} if self.gamma_triplet else set()
         return frozenset({"reference", "token_weights", "factors"} | kl | anchor)

@@ -34,13 +34,13 @@ def tis_dpo_loss(
 ) -> ObjectiveOutput:
     """Returns the TIS-DPO loss of each pair.
 
-    ``-log sigmoid(beta (S_w - S_l - alpha (K_w - K_l)))``, S = ``sum_t w_t d_t``.
+    ``-log sigmoid(beta (S_w - S_l - alpha (K_w - K_l)))``, where ``S = sum_t w_t d_t``.
 
-    d is the log-ratio of a token in nats, w (``weights``) a factor, or a distribution times |y| (``lengths``). K is
-    ``sum_t w_t KL_t`` with ``position_kl`` the KL from policy to reference at each position; without it there is no KL
-    term, which is the default of the authors' code. Rewards are ``beta S``, or ``beta (S - K)`` with ``position_kl``;
-    the extras contain K and the unweighted rewards. Both K_w and K_l carry gradient. Source: exlaw/TIS-DPO,
-    ``trainers.py``.
+    d is the log-ratio of a token in nats; w (``weights``) is a factor, or a distribution times |y| (``lengths``). K is
+    ``sum_t w_t KL_t``, where ``position_kl`` is the KL from policy to reference at each position. Without
+    ``position_kl``, there is no KL term; this is the default in the authors' code. Rewards are ``beta S``, or
+    ``beta (S - K)`` with ``position_kl``; the extras contain K and the unweighted rewards. Both K_w and K_l carry
+    gradients. Source: exlaw/TIS-DPO, ``trainers.py``.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ def tis_dpo_loss(
 
 @dataclass(frozen=True)
 class TISDPO(LengthScaled):
-    """``-log sigmoid(beta (S_w - S_l))``, S the weighted sum of log-ratios; TwDPO's form for any weights.
+    """``-log sigmoid(beta (S_w - S_l))``, where S is the weighted sum of log-ratios; like TwDPO, but for any weights.
 
     ``token_level`` adds the KL term of the authors' code to the margin: ``alpha`` times ``K_l - K_w``, where K is the
     weighted sum of KL(policy || reference) over a response.
@@ -83,11 +83,11 @@ class TISDPO(LengthScaled):
 
     @property
     def requires(self) -> frozenset[str]:
-        """Returns the reference and token weights; with ``token_level`` also KL(policy || reference) per position."""
+        """Requires the reference and token weights and, with ``token_level``, KL(policy || reference) per position."""
         return frozenset({"reference", "token_weights"} | ({f"joint:{KL}"} if self.token_level else set()))
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns the keys that have no effect, given the other keys, each with the reason."""
+        """Returns the keys that have no effect in this config, mapped to the reasons."""
         return ({} if self.token_level else {"alpha": "objective.token_level=false"}) | super().unused_keys()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:

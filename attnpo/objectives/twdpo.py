@@ -34,9 +34,9 @@ def twdpo_loss(
 ) -> ObjectiveOutput:
     """Computes -log sigmoid(r_w - r_l) with r = beta |y| sum_t a_t d_t and d_t = log pi(y_t) - log ref(y_t) in nats.
 
-    a (``weights``) is a distribution over the response, |y| (``lengths``) its length in judge tokens; without lengths,
-    |y| is omitted. Rewards are r; the extras contain the unweighted rewards, ``beta sum_t d_t``. Source: paper Eq.
-    twdpo (without lengths Eq. twdpo_len_norm); HCY123902/AttentionPO, ``tw_dpo_trainer.py``.
+    a (``weights``) is a distribution over the response, and |y| (``lengths``) is its length in judge tokens; without
+    lengths, |y| is omitted. Rewards are r; the extras contain the unweighted rewards, ``beta sum_t d_t``. Source: paper
+    Eq. twdpo (without lengths, Eq. twdpo_len_norm); HCY123902/AttentionPO, ``tw_dpo_trainer.py``.
 
     Example:
         >>> import torch
@@ -87,20 +87,20 @@ class TwDPO(LengthScaled, DPO):
     """``-log sigmoid(beta |y_w| sum_t a_wt d_wt - beta |y_l| sum_t a_lt d_lt)`` (paper Eq. twdpo).
 
     ``length_scale: false`` drops |y| (the paper's length-normalised ablation, run with beta 2.0). ``length_from:
-    train`` counts the policy's tokens instead of the weight source's, for judges with another tokenizer. Uniform
-    weights 1/|y| on every response token give DPO exactly. Other keys are DPO's; ``anchor_on`` selects the tokens for
-    ``anchor``.
+    train`` counts the policy's tokens instead of the weight source's, for judges with a different tokenizer. Uniform
+    weights 1/|y| on every response token give DPO exactly. The other keys are the same as for DPO; ``anchor_on``
+    selects the tokens for ``anchor``.
     """
 
     anchor_on: AnchorOn = AnchorOn.ALL
 
     @property
     def requires(self) -> frozenset[str]:
-        """Returns the reference, the token weights and, with an anchor, KL(policy || reference) at each token."""
+        """Requires the reference, the token weights and, with an anchor, KL(policy || reference) at each token."""
         return super().requires | {"token_weights"}
 
     def unused_keys(self) -> dict[str, str]:
-        """Returns the keys that have no effect, given the other keys, each with the reason."""
+        """Returns the keys that have no effect in this config, mapped to the reasons."""
         return ({} if self.anchor else {"anchor_on": "objective.anchor is 0"}) | super().unused_keys()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
@@ -122,9 +122,9 @@ def otpo_loss(
 ) -> ObjectiveOutput:
     """Returns the OTPO loss of each pair: ``-log sigmoid(beta (sum_t w_wt d_wt - sum_t w_lt d_lt))``.
 
-    d is the log-ratio of a token in nats, w (``weights``) the mass that each token retains in the transport between the
-    pair's responses (``weights.sources.transport``). Rewards are ``beta sum_t w_t d_t``. Source: Li et al. 2025;
-    Mimasss2/OTPO, ``scripts/otpo_trainer.py``.
+    d is the log-ratio of a token in nats, and w (``weights``) is the mass that each token retains in the transport
+    between the pair's responses (``weights.sources.transport``). Rewards are ``beta sum_t w_t d_t``. Source: Li et al.
+    2025; Mimasss2/OTPO, ``scripts/otpo_trainer.py``.
 
     Example:
         >>> import torch

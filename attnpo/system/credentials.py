@@ -66,7 +66,7 @@ def mask_credentials(text: str) -> str:
 
 
 def _hide(text: str, secret: str) -> str:
-    """Returns ``text`` if its part ``secret`` is only an interpolation, otherwise the mask."""
+    """Returns ``text`` unchanged if the secret in it is just an interpolation; otherwise returns the mask."""
     return MASK if _VARIABLE.sub("", secret) else text
 
 
@@ -132,7 +132,7 @@ def identify(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def is_same_identity(stored: object, value: object) -> bool:
-    """Returns whether ``stored`` equals ``value`` or the result of ``identify`` for it in this or another process."""
+    """Returns whether ``stored`` equals ``value`` or the identity that any process would compute for ``value``."""
     if isinstance(stored, list) and isinstance(value, list | tuple):
         return len(stored) == len(value) and all(map(is_same_identity, stored, value))
     if isinstance(stored, str) and isinstance(value, str):

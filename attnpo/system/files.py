@@ -51,7 +51,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 @contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Adds ``path`` to an OSError raised inside the context; Python does not name the file if a write fails."""
+    """Adds ``path`` to an OSError raised inside the context. Python does not name the file when a write fails."""
     try:
         yield
     except OSError as problem:
@@ -61,7 +61,7 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def apply_umask(path: Path) -> None:
-    """Sets the permissions that new files get under the umask; temporary files are accessible only to their owner."""
+    """Sets the default permissions under the umask, because temporary files are accessible only to their owner."""
     path.chmod((0o777 if path.is_dir() else 0o666) & ~_UMASK)
 
 
@@ -84,7 +84,7 @@ def file_digest(path: Path) -> str:
 
 
 def write_checksums(folder: Path, known: Mapping[str, str] | None = None, only: Sequence[str] | None = None) -> None:
-    """Writes a digest of each file below ``folder`` to ``digests.json`` there, for ``describe_change`` to compare.
+    """Writes a digest of each file below ``folder`` to its ``digests.json``, which ``describe_change`` checks.
 
     ``known``: digests that are already computed, by relative path. ``only``: the files to include (None: all).
     """
@@ -101,7 +101,7 @@ def has_checksums(folder: Path) -> bool:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Reads the checksums stored in ``folder``; empty if there are none or they are not readable."""
+    """Reads the checksums stored in ``folder``; empty if they are missing or unreadable."""
     digests = _load_checksums(folder)
     return {} if isinstance(digests, str) else digests
 
@@ -109,7 +109,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 def describe_change(
     folder: Path, only: Sequence[str] | None = None, digest: Callable[[Path], str] | None = None
 ) -> str | None:
-    """Describes how a folder differs from its checksums, as a phrase to follow the folder's name; None if it does not.
+    """Describes how a folder differs from its checksums, as a phrase to follow the folder's name; None if it matches.
 
     A folder without readable checksums counts as changed. ``only``: names or patterns of the files to check.
     ``digest``: replaces ``file_digest``.
@@ -184,12 +184,12 @@ def digest(value: object) -> str:
 
 
 def add_row_digest(row: Mapping[str, object], of: str = "") -> dict[str, object]:
-    """Returns a copy of ``row`` with a digest of its values and of ``of``, which ``pop_row_digest`` verifies."""
+    """Returns a copy of ``row`` with a digest of ``of`` and the row's values, which ``pop_row_digest`` verifies."""
     return {**row, RECORD: digest({**row, RECORD: of} if of else dict(row))[:16]}
 
 
 def pop_row_digest(row: object, of: str = "") -> bool:
-    """Removes the digest from ``row``; returns whether it matches the remaining values and ``of``."""
+    """Removes the digest from ``row``; returns whether it matches ``of`` and the remaining values."""
     return isinstance(row, dict) and row.pop(RECORD, None) == add_row_digest(row, of)[RECORD]
 
 
@@ -225,7 +225,7 @@ def check_is_marked_file(said: str, path: Path, maker: str) -> None:
 def write_marked_file(
     said: str, path: Path, content: bytes | str, maker: str, facts: Mapping[str, object] | None = None
 ) -> None:
-    """Writes a file named by the user, after a marker FILE.meta.json with ``facts`` and the file's digest.
+    """Writes a marker FILE.meta.json with ``facts`` and the file's digest, and then the file, which the user named.
 
     Raises:
         UserError: ``path`` exists but was not written by ``maker``, or was changed since.
@@ -239,7 +239,7 @@ def write_marked_file(
 
 
 def remove_partial_line(path: Path) -> bool:
-    """Removes an incomplete last line left by an interrupted command; returns whether there was one."""
+    """Removes an incomplete last line left by an interrupted command; returns whether it removed one."""
     content = path.read_bytes() if path.is_file() else b""
     keep = content.rfind(b"\n") + 1
     if keep == len(content):
@@ -296,7 +296,7 @@ def format_bytes(count: int) -> str:
 
 
 def remove_temporary_files(folder: Path) -> None:
-    """Removes temporary files that a killed process left in ``folder``; no other process may be writing there."""
+    """Removes temporary files that a killed process left in ``folder``; call only if no other process writes there."""
     for path in folder.glob(f"{WRITING}*"):
         path.unlink(missing_ok=True)
 

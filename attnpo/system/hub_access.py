@@ -1,6 +1,7 @@
 """Checks once whether the Hugging Face hub is reachable, which saves half a minute of retries.
 
-The hub's libraries would try five times, with growing pauses, before using their cache, and repeat this for each file.
+Without this check, the hub's libraries would try five times, with growing pauses, before falling back to their cache.
+They would repeat this for each file.
 """
 
 import sys

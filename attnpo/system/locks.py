@@ -1,9 +1,9 @@
 """Folder lock that allows one job at a time; the main process of a job holds it for all of the job's processes.
 
 The lock is a hidden folder ``.lock`` with one file, which names the holder and is touched regularly while the holder is
-alive. The folder is created under another name and renamed; renaming fails if a lock with a file exists, so exactly one
-of several jobs that start together gets the lock. To replace a dead holder, only that holder's file is removed. Imports
-no third-party package.
+alive. The folder is created under a temporary name and then renamed. Renaming fails if a lock with a file exists, so
+exactly one of several jobs that start together gets the lock. To replace a dead holder, only that holder's file is
+removed. Imports no third-party package.
 """
 
 import errno
@@ -91,7 +91,7 @@ class LockHolder:
         return any(count > other.attempts.get(job, count) for job, count in self.attempts.items())
 
     def is_same_job_as(self, other: "LockHolder") -> bool:
-        """Returns whether both processes belong to one job; Lightning's main process starts the others."""
+        """Returns whether both processes have the same job id, or ``other`` is the parent of this process."""
         return bool(self.job and self.job == other.job) or other.pid == os.getppid()
 
 
@@ -107,8 +107,8 @@ def folder_lock(
     exit.
 
     Raises:
-        UserError: another job holds the lock (``instead``: setting that selects another folder), or the lock cannot be
-            written.
+        UserError: another job holds the lock (``instead``: setting that selects a different folder), or the lock
+            cannot be written.
     """
     lock = folder / (f".{file}.lock" if file else ".lock")
     mark, stop, this = lock / uuid.uuid4().hex, threading.Event(), LockHolder.current(timeout)
@@ -265,7 +265,7 @@ def _send_heartbeats(mark: Path, beat: float, stop: threading.Event) -> None:
 
 
 def _machine_id() -> str:
-    """Returns an id of this machine's current boot, or of this container; process ids are unique within it."""
+    """Returns an id for this machine's current boot or this container, within which process ids are unique."""
     names = [socket.gethostname()]
     with suppress(OSError):
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

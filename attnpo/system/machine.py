@@ -1,4 +1,4 @@
-"""Environment of a command: package versions, git commit and device for inference. Imports torch only on use."""
+"""Environment of a command: package versions, git commit and device for inference. Imports torch only when needed."""
 
 import platform
 import subprocess
@@ -62,7 +62,7 @@ def git_commit() -> str | None:
 
 
 def version_line() -> str:
-    """Returns the versions of attnpo and of the packages it uses as one line."""
+    """Returns one line with the versions of attnpo and the packages it uses."""
     found, at = package_versions(), git_commit()
     own = f"{found.pop('attnpo')} (commit {at})" if at else found.pop("attnpo")
     return f"versions: attnpo {own} " + " ".join(f"{name} {version}" for name, version in found.items())

@@ -41,7 +41,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _requirements() -> dict[str, list[str]]:
-    """Returns attnpo's requirements, each with the extras it belongs to (none: always required)."""
+    """Returns attnpo's requirements, mapped to the extras they belong to (none if always required)."""
     try:
         listed = metadata.requires("attnpo") or []
     except metadata.PackageNotFoundError:  # run from a checkout that was not installed

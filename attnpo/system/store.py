@@ -2,10 +2,10 @@
 
 On disk, ``<root>/<kind>/<digest of the key>/`` contains ``key.json`` and, per append, a Parquet shard ``<content
 digest>.parquet`` with its entry ``<content digest>.json`` (key, checksum, pairs, columns). Files are renamed into
-place, the shard before its entry, so readers only see complete shards. Several processes may append, and folders of the
-same name can be merged by copying files. Shards that are damaged, belong to another key, or have no key (written by an
-older version) count as missing, with a warning. Shards may contain different columns of the same pair; reads merge the
-columns.
+place, the shard before its entry, so readers only see complete shards. Several processes may append, and folders with
+the same name can be merged by copying files. Shards that are damaged, belong to a different key, or have no key
+(written by an older version) count as missing, with a warning. Shards may contain different columns of the same pair;
+reads merge the columns.
 """
 
 import hashlib
@@ -102,7 +102,7 @@ class StoreTable:
         return sum(one.seconds or 0.0 for one in timed) / pairs if pairs else None
 
     def nearest_difference(self) -> str | None:
-        """Returns the first difference from the key of the most similar other table of this kind, if there is one.
+        """Returns the first difference from the most similar key of another table of this kind, or None.
 
         Example: "judge.dtype: stored float32, requested bfloat16".
         """
@@ -249,7 +249,7 @@ class StoreTable:
         """Reads and verifies an entry and its shard.
 
         Raises:
-            _ForeignShard: the shard is intact and belongs to another key.
+            _ForeignShard: the shard is intact and belongs to a different key.
             ValueError: the shard or its entry is damaged.
         """
         path = self.folder / f"{name}.parquet"
@@ -286,7 +286,7 @@ def _folder_name(key: Mapping[str, object]) -> str:
 
 
 def _read_json(path: Path) -> dict[str, object] | None:
-    """Reads a JSON object from a file; None if there is none."""
+    """Reads a JSON object from a file; None if the file cannot be read or contains something else."""
     try:
         value = parse_json(path.read_text())
     except (OSError, ValueError):
