@@ -1,1 +1,1 @@
-"""Benchmarks: questions for a model, grading of its answers, and scores with their spread."""
+"""Benchmarks that ask a model questions, grade its answers, and report scores with their spread."""

@@ -105,12 +105,12 @@ class AlpacaEval:
         ]
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> RoundScores:
-        """Computes the library's win rates over all answers that are tied or whose reply contains a verdict.
+        """Computes the library's win rates over all answers that have a verdict or are identical to the baseline's.
 
         ``answers`` may cover only some of the questions; the other questions are ignored.
 
         Raises:
-            ValueError: a reply belongs to a prompt that no question produces.
+            ValueError: a reply belongs to a prompt that does not match any of the questions.
         """
         questions = select_answered_questions(self.questions(), answers)
         compared = dict(
@@ -159,7 +159,7 @@ class AlpacaEval:
         """Reads the reference set.
 
         Raises:
-            UserError: the file has an unexpected form or mixes several generators.
+            UserError: the file has an unexpected format, or contains answers from several generators.
         """
         file = self._reference_file
         given = self.reference_outputs or str(file)
@@ -169,7 +169,7 @@ class AlpacaEval:
             source.fail(
                 file.name,
                 f"has {len(found)} rows, expected {self.rows}: rows are identified by position, so the set must be "
-                f"complete; set benchmark.rows={len(found)} for a set of that size",
+                f"complete; if this is the whole set, set benchmark.rows={len(found)}",
             )
         generators = sorted({str(row.get("generator")) for row in found})
         if len(generators) != 1:
@@ -190,7 +190,10 @@ class AlpacaEval:
 
     @cached_property
     def _auxiliary(self) -> Path | None:
-        """Finds the auxiliary file; returns None without length control, or (with a warning) if it is unavailable."""
+        """Finds the auxiliary file.
+
+        Returns None if length control is off. If the file is unavailable, logs a warning and returns None.
+        """
         if not self.length_controlled:
             return None
         if self.auxiliary is not None:

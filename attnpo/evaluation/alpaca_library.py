@@ -106,9 +106,9 @@ def import_alpaca_eval() -> ModuleType:
 
 @contextmanager
 def silence_alpaca_eval() -> Iterator[None]:
-    """Silences the library's root-logger records, warnings, prints and progress bars within a context.
+    """Silences the library's root-logger records, warnings, prints and progress bars inside a ``with`` block.
 
-    Other loggers still work. Callers count what the library would have reported.
+    Other loggers still work. Callers keep their own counts of what the library would have reported.
     """
     root, nothing = logging.getLogger(), logging.NullHandler()
     with _one_at_a_time, warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -142,7 +142,7 @@ def download_data_file(file: str) -> Path | str:
 def download_hint(file: str) -> str:
     """Returns instructions for downloading a file from the library's data set."""
     return (
-        f"{file} of the hub data set {REPOSITORY} (with network access: `hf download {REPOSITORY} {file} "
+        f"{file} from the hub data set {REPOSITORY} (with network access: `hf download {REPOSITORY} {file} "
         "--repo-type dataset`)"
     )
 
@@ -168,11 +168,11 @@ def load_annotator(name: str) -> Annotator:
     if single.batch_size != 1:
         raise _unsupported_annotator_error(name, f"it sends {single.batch_size} questions per call")
     if not single.prompt_template.lstrip().startswith("<|im_start|>"):
-        raise _unsupported_annotator_error(name, "its prompt is not a list of messages (<|im_start|> ...)")
+        raise _unsupported_annotator_error(name, "its prompt is not a list of messages that starts with <|im_start|>")
     numerator = parser.keywords.get("numerator_token")
     reads_text = numerator is None and single.completion_key == "completions"
     if not reads_text and (numerator is None or parser.keywords.get("log_prob_index", "batch") not in ("batch", 0)):
-        raise _unsupported_annotator_error(name, "it uses more of a reply than its text or first token")
+        raise _unsupported_annotator_error(name, "it needs parts of a reply other than the text and the first token")
     denominators = parser.keywords.get("denominator_tokens", ())
     account = [single.prompt_template, settings, parser.func.__name__, repr(sorted(parser.keywords.items()))]
     asked = {
@@ -217,11 +217,11 @@ def annotate(
 
     A row with a reply, or with two identical answers, needs no prompt. Preferences range from 1 (the baseline's answer
     is certainly better) to 2 (the model's is), with 1.5 for a tie and NaN if there is no reply or no verdict in it. The
-    text of a reply without log-probabilities is assumed to have probability 1. As in the library, the instruction seeds
-    the order of the two answers, so the order is the same in every round.
+    text of a reply without log-probabilities is assumed to have probability 1. As in the library, the random order of
+    the two answers is seeded by the instruction, so it is the same in every round.
 
     Raises:
-        ValueError: a reply belongs to a prompt that no row produces.
+        ValueError: a reply belongs to a prompt that does not match any of the rows.
     """
     given = {digest(call.messages): reply for call, reply in replies.items()}
     known: set[str] = set()
@@ -284,9 +284,9 @@ GAMED_WEIGHT = 0.2 / 2  # weight of each extra row: the library's lambda over it
 class WinRates:
     """Win rates in percent.
 
-    ``values`` [rows]: each row's value in the rates that are means over rows, NaN if it has none. ``errors``: standard
-    error of each rate over questions. ``lengths_equal``: True if there is no length-controlled rate, because all rows
-    have the same length difference or there is only one row.
+    ``values``: for each rate that is a mean over rows, the value of every row [rows], with NaN for missing values.
+    ``errors``: standard error of each rate over questions. ``lengths_equal``: True if all rows have the same length
+    difference or there is only one row; there is then no length-controlled rate.
     """
 
     scores: dict[str, float]

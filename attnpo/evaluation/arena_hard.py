@@ -3,14 +3,14 @@
 The protocol follows lmarena/arena-hard-auto. Questions, baseline answers and judge prompts are read from a checkout;
 system prompts are constants in a Python file, which is parsed but never run.
 
-Differences from arena-hard-auto: the score is the exact weighted mean (there it is the mean of 100 resamples, or comes
-from a Bradley-Terry fit, which gives the same result if every model is only compared with the baseline); style control
-is not implemented; a judge that returns no verdict is not asked again (the 2024 code asks again). Verdicts with an
-unknown label count as missing (the 2025 code crashes).
+Differences from arena-hard-auto: the score is the exact weighted mean instead of the mean of 100 resamples or a
+Bradley-Terry fit (a fit gives the same result if every model is only compared with the baseline); style control is not
+implemented; a judge that returns no verdict is not asked again (the 2024 code asks again). Verdicts with an unknown
+label count as missing (the 2025 code crashes).
 
 There are two versions of the protocol. The 2025 one (196f6b8) upper-cases the judgment, uses the last verdict in it,
 and drops a question if one of its two games has no verdict. The 2024 one (5840936) leaves the judgment unchanged,
-accepts only double brackets, rejects contradictory verdicts, and drops only the game concerned.
+accepts only double brackets, rejects contradictory verdicts, and drops only the affected game.
 """
 
 import logging
@@ -40,7 +40,7 @@ from attnpo.schema import Sampling, UserError, check_at_least, check_choice
 log = logging.getLogger(__name__)
 
 RULES = 1
-"""Version of the rules for building calls and parsing replies; increase when either changes."""
+"""Version of the rules for building calls and parsing replies; increment when either changes."""
 SOURCE = (
     "Get it with `git clone https://github.com/lmarena/arena-hard-auto` (file layout of commit 196f6b8; the layout of "
     "2024 is not supported) and set benchmark.path=arena-hard-auto"
@@ -49,7 +49,7 @@ JUDGES = "utils/judge_utils.py"
 SETTINGS = "JUDGE_SETTINGS"
 PLACES = ("QUESTION", "ANSWER_A", "ANSWER_B")
 GAMES = ("game_1", "game_2")
-"""Baseline is answer A in the first game, the model in the second."""
+"""In the first game, the baseline is answer A; in the second, the model is."""
 LAST, AGREE = VERDICTS = ("last", "agree")
 QUESTION, GAME = MISSING = ("question", "game")
 # Maps each label to answer A's score and whether the verdict is strong.
@@ -142,7 +142,7 @@ class ArenaHard:
         return self._files.baselines
 
     def grading_calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Returns two calls per question: first with the baseline as answer A, then with the model."""
+        """Returns two calls per question: first with the baseline as answer A, then with the model as answer A."""
         files, made = self._files, []
         for question, answer in zip(files.questions, match_answers(self.name, files.questions, answers), strict=True):
             baseline, model = files.baselines[question.id], answer.turns[0]
@@ -168,7 +168,7 @@ class ArenaHard:
     def grade_games(
         self, questions: Sequence[Question], patterns: Sequence[re.Pattern[str]], replies: Replies
     ) -> RoundScores:
-        """Returns the model's weighted mean score per category, in percent, over the games of the category's questions.
+        """Returns one score per category: the model's weighted mean over the category's games, in percent.
 
         Repeated gradings of a question count as separate pairs of games.
         """
@@ -210,7 +210,10 @@ class ArenaHard:
     def _parse_verdict(
         self, text: str, patterns: Sequence[re.Pattern[str]], counts: Counter[str]
     ) -> tuple[float, float] | None:
-        """Parses answer A's score and its weight; for an invalid verdict, counts the reason and returns None."""
+        """Parses answer A's score and the verdict's weight.
+
+        Counts invalid verdicts by reason and returns None for them.
+        """
         agree = self.verdicts == AGREE
         found: Sequence[str] = ()
         for pattern in patterns[:1] if agree else patterns:
@@ -247,7 +250,7 @@ def _read_checkout(path: str, release: str, categories: Sequence[str]) -> ArenaH
     rows = checkout.read_rows_by("uid", file, {"category": str, "prompt": str})
     found = sorted({row["category"] for row in rows.values()})
     if absent := [category for category in categories if category not in found]:
-        checkout.fail(file, f"has no questions in category {absent[0]}; benchmark.figures can use {found}")
+        checkout.fail(file, f"has no questions in category {absent[0]}; benchmark.figures can select {found}")
     questions = tuple(
         Question(uid, (row["prompt"],), category=row["category"])
         for uid, row in rows.items()

@@ -96,7 +96,7 @@ class Benchmark(Protocol):
         """Returns everything that affects calls and scores except the answers: file digests, versions and rules."""
 
     def grading_calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Returns all calls needed to grade one round's answers (by question id).
+        """Returns all calls needed to grade one round's answers, which are keyed by question id.
 
         Raises:
             UserError: answers are missing.
@@ -112,7 +112,7 @@ class Benchmark(Protocol):
 
 @dataclass(frozen=True)
 class BenchmarkScore:
-    """Score with its three kinds of spread; a spread is None if unknown.
+    """Score with three kinds of spread, each of which is None if unknown.
 
     ``rounds``: the score of each round of generation; ``mean``: their mean. ``interval``: 95 % confidence interval of
     the mean over questions. ``grading``: standard deviation of the mean if the same answers are graded again.
@@ -187,14 +187,16 @@ def match_answers(
     """Returns the answers in the order of the questions.
 
     Raises:
-        UserError: an answer is missing, belongs to an unknown or a different question, or has the wrong number of
+        UserError: an answer is missing, belongs to an unknown question or a different one, or has the wrong number of
             turns.
     """
     asked = {question.id: question for question in questions}
     problems = {
         "without an answer": [name for name in asked if name not in answers],
         "answered but not part of the benchmark": [name for name in answers if name not in asked],
-        "with the answer to another question": [name for name, answer in answers.items() if answer.question != name],
+        "with the answer to a different question": [
+            name for name, answer in answers.items() if answer.question != name
+        ],
         "with the wrong number of answered turns": [
             name for name, answer in answers.items() if name in asked and len(answer.turns) != len(asked[name].turns)
         ],
@@ -203,7 +205,7 @@ def match_answers(
     if found:
         raise UserError(
             f"the answers do not match the {len(asked)} questions of {benchmark}: {'; '.join(found)}. Delete the file "
-            "with these answers and run the command again, or use the benchmark files they were generated from"
+            "with these answers and run the command again, or use the benchmark files they were generated with"
         )
     return [answers[question.id] for question in questions]
 
@@ -214,7 +216,7 @@ def select_answered_questions(questions: Sequence[Question], answers: Mapping[st
 
 
 def weighted_mean(values: Float[np.ndarray, " questions"], weights: Float[np.ndarray, " questions"]) -> float:
-    """Returns sum(w v) / sum(w) over the questions with a positive weight; NaN if there is none."""
+    """Returns sum(w v) / sum(w) over the questions with a positive weight; NaN if no question has one."""
     counted = weights > 0
     mass = float(weights[counted].sum())
     return float(values[counted] @ weights[counted]) / mass if mass else float("nan")

@@ -33,9 +33,9 @@ class ChatRequest:
 class Reply:
     """Answer without special tokens.
 
-    ``finish_reason``: stop, length, or any other value a server returns. ``tokens``: number of tokens, without the end
-    token for a local model, otherwise as reported by the server (vLLM counts the end token). ``refused``: reason why
-    the request can never be answered; the text is then empty.
+    ``finish_reason``: stop, length, or any other value a server returns. ``tokens``: number of tokens. Local models
+    exclude the end token; servers report their own count (vLLM includes the end token). ``refused``: reason why the
+    request can never be answered; the text is then empty.
     """
 
     text: str
@@ -78,7 +78,7 @@ class AnsweringBackend(Protocol):
     """Component that opens a model for generating answers (config group ``answering``)."""
 
     def open(self, model: ModelSpec, device: torch.device) -> ChatModel:
-        """Opens a model by reading its configuration; weights are loaded, or the server is called, on first use.
+        """Opens a model by reading only its configuration; first use loads the weights or contacts the server.
 
         Raises:
             UserError: the model cannot generate answers with these settings.
@@ -99,8 +99,8 @@ class GradingCall:
 
     ``item``: the benchmark's question id; ``part``: the turn or game; ``round``: the round of generation; ``repeat``: 0
     for the first grading of an answer, 1 for the second, and so on. ``labels``: verdict tokens, if only the next token
-    matters; ``top_logprobs``: number of log-probabilities to request (0: none). ``compared``: question, first and
-    second answer of a comparison in the order of the messages, for graders that do not read the messages.
+    matters; ``top_logprobs``: number of log-probabilities to request (0: none). ``compared``: the question and the two
+    answers to compare, in the order in which the messages show them; for graders that do not read the messages.
     """
 
     benchmark: str
@@ -117,7 +117,7 @@ class GradingCall:
     compared: tuple[str, str, str] | None = field(default=None, compare=False)
 
     def __hash__(self) -> int:
-        """Hashes the identifying fields, because messages are dictionaries and not hashable."""
+        """Hashes the identifying fields, because messages are dictionaries, which are not hashable."""
         return hash((self.benchmark, self.item, self.part, self.round, self.repeat))
 
     def key(self, grader: Mapping[str, object]) -> str:
@@ -199,8 +199,8 @@ class Grader(Protocol):
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
         """Yields each call with its reply as replies arrive, in any order.
 
-        Takes a call from the iterator only when about to send it, so that the caller can stop by yielding no more.
-        Calls that were taken and have no result yet are in flight.
+        Draws each call from the iterator just before sending it, so the caller can stop by ending the iterator. Calls
+        that were drawn but have no result yet are in flight.
         """
 
     def count_tokens(self, call: GradingCall) -> int | None:

@@ -54,7 +54,7 @@ class Checkout:
         """Reads the objects in the JSON lines file ``name``.
 
         Raises:
-            UserError: a line does not have the given ``form``; the message includes the line number.
+            UserError: a line does not match ``form``; the message includes the line number.
         """
         lines = enumerate(self.read_text(name).split("\n"), 1)  # not splitlines: real prompts contain U+2028
         return [self._parse(f"{name}, line {number}", line, form) for number, line in lines if line.strip()]
@@ -63,7 +63,7 @@ class Checkout:
         """Reads the JSON file ``name``.
 
         Raises:
-            UserError: the value in the file does not have the given ``form``.
+            UserError: the value in the file does not match ``form``.
         """
         return self._parse(name, self.read_text(name), form)
 
@@ -161,7 +161,7 @@ def read_constant(text: str, name: str) -> Any:
     """Reads a top-level constant called ``name`` from the source ``text`` of a Python file, without running it.
 
     Raises:
-        ValueError: the text is not Python, has no such constant, or the constant's value cannot be known without
+        ValueError: the text is not Python, has no such constant, or the constant's value cannot be determined without
             running it.
     """
     try:

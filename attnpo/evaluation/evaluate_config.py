@@ -16,11 +16,11 @@ from attnpo.training.settings import ACCELERATORS
 
 @dataclass(frozen=True)
 class GradingRules:
-    """Numbers of rounds and of repeated gradings (config node ``grading``).
+    """Rules for the number of rounds and of repeated gradings (config node ``grading``).
 
     ``rounds``: rounds of generation and grading. ``again``: share of questions whose answers are graded twice, but at
-    least ``again_least`` questions (or all, if there are fewer). ``missing``: number of calls that may lack a reply in
-    a finished result.
+    least ``again_least`` questions (or all, if there are fewer). ``missing``: maximum number of calls without a reply
+    in a finished result.
     """
 
     rounds: int = 3
@@ -65,7 +65,7 @@ class EvaluateConfig(RootConfig):
         return dict.fromkeys(("answering", "grader", "grading", "limits"), why)
 
     def model_label(self) -> str:
-        """Returns the name of the model in tables."""
+        """Returns the model's name for tables."""
         return self.label or "/".join(_last_path_parts(self.model.path))
 
     def folder(self) -> Path:

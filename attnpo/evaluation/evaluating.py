@@ -97,7 +97,8 @@ def evaluate(cfg: EvaluateConfig) -> int:
     main = result.score(result.main)
     if main is not None and math.isnan(main.mean):
         log.warning(
-            "no reply from %s contains a verdict, so %s has no score: check the replies in %s and use another grader",
+            "no reply from %s contains a verdict, so %s has no score: check the replies in %s "
+            "or use a different grader",
             *(result.grader, result.benchmark, folder),
         )
     log.info("result: %s", folder / RESULT)
@@ -110,8 +111,8 @@ def run_evaluation(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None
     there = [name for name in PAGES if (folder / name).exists()]
     if before is None and len(there) == 1:  # an evaluation writes both, after its result
         raise UserError(
-            f"output={folder} contains {there[0]}, which was not written by an evaluation: move it away, or set "
-            "another folder"
+            f"output={folder} contains {there[0]}, which was not written by an evaluation: move it "
+            "elsewhere or choose a different output folder"
         )
     candidate = LabelledModel(cfg.model, cfg.model_label(), inference_device(cfg.trainer.get("accelerator", "auto")))
     if isinstance(cfg.benchmark, Benchmark):

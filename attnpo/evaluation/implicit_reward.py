@@ -2,12 +2,13 @@
 
 Rafailov et al. 2023 (arXiv 2305.18290), section 4: the reward of a DPO policy is beta (log pi - log ref), up to a term
 that depends only on the prompt. The ranking does not depend on beta, so none is needed. Lambert et al. 2024
-(RewardBench, arXiv 2403.13787) use the same measure; here, tokenization follows training (chat format, length rules).
+(RewardBench, arXiv 2403.13787) use the same measure, but here the pairs are tokenized as in training (chat format,
+length rules).
 
 RewardBench's sections are taken from allenai/reward-bench: ``rewardbench/constants.py`` and
 ``calculate_scores_per_section`` in ``rewardbench/utils.py`` (commit 05a9005). A section's accuracy is the mean over its
-subsets, weighted by number of pairs. The exception is math-prm (447 pairs), which has weight 984, as much as the six
-code subsets together.
+subsets, weighted by number of pairs. The exception is math-prm: its 447 pairs have weight 984, the number of pairs in
+the six code subsets together.
 """
 
 import logging
@@ -53,9 +54,9 @@ KEY = "benchmark."
 class UnseenPairs:
     """Held-out pairs (config node ``benchmark.data``): one split, in any format that ``PairSource`` reads.
 
-    ``group``: column with the subset of each pair (``subset`` in RewardBench); no subsets if None or absent. ``subset``
-    and ``revision`` are for the hub. ``path=auto`` selects the validation pairs of the run that trained the model, read
-    exactly as in that run.
+    ``group``: column that names each pair's subset (``subset`` in RewardBench). There are no subsets if it is None or
+    the column is missing. ``subset`` and ``revision`` are only used for data from the hub. ``path=auto`` selects the
+    validation pairs of the run that trained the model, read exactly as in that run.
     """
 
     path: str
@@ -95,7 +96,7 @@ class UnseenPairs:
 LOG_EVERY = 10.0  # seconds between progress lines
 
 Logps = Mapping[str, tuple[Float[Tensor, " m"], Float[Tensor, " k"]]]
-"""Per-token log-probabilities of chosen and rejected response, by pair id."""
+"""Per-token log-probabilities of the chosen and the rejected response, by pair id."""
 
 PLAIN, NORMALISED, WEIGHTED = "accuracy", "accuracy_normalised", "accuracy_weighted"
 POLICY, REFERENCE, PER_TOKEN = "policy_alone", "reference_alone", "_normalised"
@@ -107,7 +108,7 @@ GAINS = {GAIN: (PLAIN, REFERENCE), GAIN + PER_TOKEN: (NORMALISED, REFERENCE + PE
 """Maps a score's name to the two rewards whose accuracies it compares."""
 
 ComputeWeights = Callable[[Sequence[PreferencePair]], Mapping[str, RewardFactors]]
-"""Function that returns token weights of pairs by pair id; pairs without weights are omitted."""
+"""Function that maps pair ids to the pairs' token weights; pairs without weights are omitted."""
 
 
 class Ties(Enum):
@@ -140,7 +141,7 @@ class ImplicitReward:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns the names of the scores for any data set; RewardBench's sections are reported in addition."""
+        """Returns the names of the scores reported for every data set; RewardBench adds its section scores."""
         alone = (POLICY, POLICY + PER_TOKEN)
         if self.reference is None:
             return alone
@@ -283,9 +284,9 @@ def reward_margins(
 ) -> "DataFrame":
     """Computes each pair's reward margin (chosen minus rejected) in nats, one column per reward.
 
-    Rewards are summed over tokens and also averaged. With a reference, the first rewards use log pi - log ref, which is
-    computed per token before summing. With ``weights``, the first column is ``sum_t f_t (log pi - log ref)_t``, NaN for
-    pairs without factors f.
+    Each reward is both summed and averaged over tokens. With a reference, the first rewards use log pi - log ref,
+    computed per token before summing. With ``weights``, the first column is ``sum_t f_t (log pi - log ref)_t``, which
+    is NaN for pairs without factors f.
     """
     from pandas import DataFrame
 
@@ -380,7 +381,10 @@ class RankingAccuracy:
 
     @cached_property
     def correct(self) -> "DataFrame":
-        """Returns 1 if a reward ranks a pair as labelled, 0 if not, the tie value for ties and NaN without a reward."""
+        """Returns whether each reward ranks each pair correctly.
+
+        Values are 1 (correct), 0 (wrong), the tie value, or NaN (missing reward).
+        """
         tie, margins = 0.5 if self.ties is Ties.HALF else 0.0, self.margins
         return (margins > 0).astype(float).mask(margins == 0, tie).where(margins.notna()).reset_index(drop=True)
 
@@ -394,7 +398,7 @@ class RankingAccuracy:
 
         Sections use the main reward. The overall RewardBench score is the unweighted mean over sections; it excludes
         the older test sets, which count as half a section on the leaderboard. Intervals are 95 % intervals over pairs,
-        or None if all pairs agree.
+        or None if all pairs have the same value.
         """
         right = self.correct
         found = [mean_score(name, drop_missing(right[name])) for name in right.columns]
@@ -460,9 +464,9 @@ def accuracy_interval(values: Values) -> tuple[float, float] | None:
 def stratified_score(name: str, parts: Mapping[str, Values], shares: Mapping[str, float]) -> BenchmarkScore:
     """Builds a score from the weighted mean of subset means, with ``shares`` as weights.
 
-    The interval is that of the linearized terms f + n s / n_k (v - f_k) of the n pairs. Here f is the weighted mean, v
-    a pair's value, s the share of the pair's subset, n_k the number of pairs in the subset and f_k their mean value.
-    The shares are fixed, so only the spread within subsets counts.
+    The interval is computed from one linearized term per pair: f + n s / n_k (v - f_k). Here n is the number of pairs,
+    f the weighted mean, v the pair's value, s the share of the pair's subset, n_k the number of pairs in the subset and
+    f_k their mean value. The shares are fixed, so only the spread within subsets counts.
     """
     figure = sum(share * float(parts[group].mean()) for group, share in shares.items())
     pairs = sum(len(parts[group]) for group in shares)
@@ -496,7 +500,7 @@ def _check_max_length(model: ModelSpec, lengths: LengthRules) -> None:
 def _require_same_tokens(
     reference: str, revision: str | None, subject: EvaluatedModel, examples: Iterable[TrainingExample]
 ) -> None:
-    """Checks that the reference has the same id, and an embedding row, for every token in the pairs.
+    """Checks that each token in the pairs has the same id in the reference's vocabulary, and an embedding row.
 
     Raises:
         UserError: at least one token differs.
@@ -556,9 +560,9 @@ def fill_from_run(
 ) -> Benchmark | UngradedBenchmark:
     """Fills in an implicit reward's reference, pairs and lengths from the run that trained the evaluated model.
 
-    If ``model`` is a run's ``best/`` or ``last/`` folder, that run is used; otherwise the run that supplies the token
-    weights, if any. Keys set in ``overrides`` are kept, and the log lists the values taken from the run. Other
-    benchmarks are returned unchanged.
+    If ``model`` is a run's ``best/`` or ``last/`` folder, that run is used. Otherwise, the run that supplies the token
+    weights is used, if there is one. Keys set in ``overrides`` are kept, and the log lists the values taken from the
+    run. Other benchmarks are returned unchanged.
 
     Raises:
         UserError: a key is "auto" and the run's configuration cannot be read.
@@ -615,10 +619,10 @@ def merge_length_rules(run: LengthRules, asked: LengthRules, overrides: tuple[st
 
 @dataclass(frozen=True)
 class WeightedImplicitReward(ImplicitReward):
-    """Implicit-reward accuracy with an added ``accuracy_weighted``, which ranks by ``sum_t f_t (log pi - log ref)_t``.
+    """Implicit-reward accuracy plus ``accuracy_weighted``, which ranks pairs by ``sum_t f_t (log pi - log ref)_t``.
 
     ``run``: folder of the run that supplies the weights, usually the one that trained the model. The run's source,
-    judge and transforms weight these pairs as they weighted its training pairs, and f is the factor that the run's
+    judge and transforms weight these pairs just as they weighted the training pairs. f is the factor that the run's
     objective applies to beta. The run's length rules replace ``lengths``.
     """
 
@@ -638,9 +642,9 @@ class WeightedImplicitReward(ImplicitReward):
         """Computes accuracies of the plain, length-normalised and token-weighted rewards, and of each model alone.
 
         Raises:
-            UserError: as for the plain benchmark; or the folder contains no run, the run's objective uses no token
-                weights, the run's source computes weights only during training, or its data, model or judge have been
-                moved.
+            UserError: see ``ImplicitReward.measure``; also if the folder contains no run, the run's objective uses no
+                token weights, the run's source computes weights only during training, or its data, model or judge have
+                been moved.
         """
         from attnpo.run.inputs import read_inputs
         from attnpo.run.other_pairs import reward_factors
@@ -648,7 +652,7 @@ class WeightedImplicitReward(ImplicitReward):
 
         if self.reference is None:
             raise UserError(
-                f"{KEY}reference=null leaves no log-ratio to weight: set {KEY}reference to the initial model of the run"
+                f"{KEY}reference=null leaves no log-ratio to weight: set {KEY}reference to the run's initial model"
             )
         cfg = self._run_config()
         if "token_weights" not in cfg.objective.requires or isinstance(cfg.weights, OnlineSource):

@@ -159,7 +159,7 @@ def smallest_effect(expected: MeanSquares, power: float = 0.8, draws: int = 2000
 def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds other_prompts"]) -> Interval:
     """Returns the mean of ``first - second``, paired by seed and prompt, with its ``mean_interval``.
 
-    In both, row i belongs to the same seed (base model, data, order) and column j to the same held-out prompt.
+    In both arrays, row i belongs to the same seed (base model, data, order) and column j to the same held-out prompt.
 
     Raises:
         UserError: the shapes differ.
@@ -168,7 +168,7 @@ def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds othe
     if one.shape != two.shape:
         raise UserError(
             f"paired difference: both arms must have the same seeds and prompts, got {one.shape[0]} seeds x "
-            f"{one.shape[1]} prompts and {two.shape[0]} x {two.shape[1]}; keep only those that both have"
+            f"{one.shape[1]} prompts and {two.shape[0]} x {two.shape[1]}; keep only those that both arms have"
         )
     return mean_interval(one - two)
 
@@ -194,7 +194,7 @@ def t_quantile(probability: float, freedom: int | float) -> float:
 
 
 def tied_ranks(scores: Float[np.ndarray, " methods"]) -> Float[np.ndarray, " methods"]:
-    """Returns the rank of each score, 1 being the highest; equal scores share the mean of their ranks."""
+    """Returns each score's rank, with 1 for the highest score; tied scores share the mean of their ranks."""
     if scores.ndim != 1 or not np.isfinite(scores).all():
         raise UserError(f"ranks need one row of finite scores, got shape {scores.shape}: {scores.tolist()}")
     above = (scores > scores[:, None]).sum(axis=1)
@@ -204,7 +204,7 @@ def tied_ranks(scores: Float[np.ndarray, " methods"]) -> Float[np.ndarray, " met
 def average_ranks(
     scores: Float[np.ndarray, "methods metrics"], higher: Sequence[bool] | None = None
 ) -> Float[np.ndarray, " methods"]:
-    """Returns each method's tied rank averaged over metrics (the paper's Avg Rank, best = 1).
+    """Returns each method's tied rank averaged over metrics (the AttentionPO paper's Avg Rank; 1 is best).
 
     ``higher``: whether higher scores are better, for each metric (default: all True).
     """

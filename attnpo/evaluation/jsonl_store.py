@@ -1,8 +1,8 @@
 """JSON lines files for answers, scores and grader replies, which survive interruptions and can be resumed.
 
 Each line includes its own digest, which is verified on reading. A ``JsonlStore`` has a sidecar with the same name and
-the suffix .json, which records a key (the settings that produced the rows, part of every row's digest) and a summary. A
-``ReplyStore`` stores each grader reply under the key of its call.
+the suffix .json, which contains a summary and a key: the settings that produced the rows. The key is part of every
+row's digest. A ``ReplyStore`` stores each grader reply under the key of its call.
 """
 
 import json
@@ -40,7 +40,7 @@ Name = tuple[str, int]
 
 
 class KeyedRow(TypedDict):
-    """Row identified by a prompt's id and the index of an answer to it."""
+    """Row identified by a prompt's id and the index of one of the prompt's answers."""
 
     id: str
     draw: int
@@ -76,8 +76,8 @@ def damaged_line(file: Path, number: int, noun: str, line: object) -> UserError:
     """Builds the error for a line that was changed after it was written."""
     return UserError(
         f"{file}, line {number}: one of the {noun} is damaged, was edited, occurs twice or has no digest: "
-        f"{shorten(line)}; delete the line to have its content requested again. If no line has a digest, the file "
-        "is from an earlier version: move it away"
+        f"{shorten(line)}; delete the line and rerun the command to replace it. If no line has a digest, the file "
+        "is from an earlier version: move it elsewhere"
     )
 
 
@@ -88,11 +88,11 @@ def seal_lines(rows: Iterable[Mapping[str, object]], of: str = "", ascii_only: b
 
 @dataclass(frozen=True)
 class JsonlStore(Generic[SomeRow]):
-    """Rows file at ``path`` that several processes can write to.
+    """File of rows at ``path`` that several processes can write to.
 
     Each process appends to its own part (the file itself if there is only one process), and the first process that
-    finds no row missing merges the parts. In messages, ``noun`` is the word for the rows and ``instead`` the option
-    that sets another path.
+    finds no row missing merges the parts. Messages use ``noun`` as the word for the rows, and ``instead`` as the option
+    that sets a different path.
 
     Raises:
         UserError: the path does not end in .jsonl.
@@ -146,14 +146,14 @@ class JsonlStore(Generic[SomeRow]):
         if (files or self.sidecar.exists()) and not isinstance(before, Mapping):
             there = files[0] if files else self.sidecar
             raise UserError(
-                f"{self.path} has no file {self.sidecar.name} describing its {self.noun}: move {there} away, or "
-                f"set another {self.instead}"
+                f"{self.path} has no file {self.sidecar.name} describing its {self.noun}: move {there} elsewhere, or "
+                f"set a different {self.instead}"
             )
         if isinstance(before, Mapping):
             for name, was, now in find_differences(identify(before), key):
                 raise UserError(
                     f"{self.path} contains {self.noun} with {name} {was}, but this command has {now}; they cannot "
-                    f"share a file: set another {self.instead}, or use the earlier settings"
+                    f"share a file: set a different {self.instead}, or use the earlier settings"
                 )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if KEY not in stored:
@@ -163,7 +163,7 @@ class JsonlStore(Generic[SomeRow]):
         rows = self._read_rows(files)
         if not self._matches_sidecar(stored):
             log.warning(
-                "%s: lines were added, removed or reordered after it was finished; the lines themselves are intact; "
+                "%s: lines were added, removed or reordered after the file was finished; all lines are intact, and "
                 "missing %s will be computed again",
                 *(self.path, self.noun),
             )
@@ -199,7 +199,7 @@ class JsonlStore(Generic[SomeRow]):
             file.write(seal_lines(rows, self._key_digest()))
 
     def merge(self, order: Sequence[Name]) -> list[SomeRow] | None:
-        """Merges all parts into one file and returns its rows in ``order``; returns None while some are missing.
+        """Merges all parts into one file and returns its rows in ``order``; returns None while rows are missing.
 
         The file contains these rows in that order, followed by rows for other prompts. Parts are deleted. Two processes
         may merge at the same time, since they write identical files.
@@ -243,7 +243,9 @@ def read_sidecar(file: Path) -> dict[str, object]:
     try:
         value = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{file} cannot be read as JSON ({error}): move it and the file it describes away") from error
+        raise UserError(
+            f"{file} cannot be read as JSON ({error}): move it and the file it describes elsewhere"
+        ) from error
     return value if isinstance(value, dict) else {}
 
 
@@ -273,7 +275,7 @@ class ReplyStore:
         return self.folder / GRADES
 
     def reply(self, call: GradingCall, grader: Mapping[str, object]) -> GradingReply | None:
-        """Returns the stored reply of a grader with this identity to a call; None if there is none."""
+        """Returns the stored reply to a call from a grader with this identity; None if nothing is stored."""
         # An earlier version keyed replies by the identity including its secrets.
         found = self._replies.get(call.key(identify(grader))) or self._replies.get(call.key(grader))
         return None if found is None else found[0]

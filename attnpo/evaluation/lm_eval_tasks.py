@@ -62,7 +62,7 @@ class _WarningCounter(logging.Handler):
 def silence_lm_eval(folder: Path, device: torch.device) -> Iterator[Counter[str]]:
     """Redirects lm_eval's output to ``lm_eval.log``, counts its warnings, and restores random states on exit.
 
-    lm_eval seeds Python, numpy and torch. Output is redirected for the whole process, which includes subprocesses and
+    lm_eval seeds Python, numpy and torch. Output is redirected for the whole process, including subprocesses and
     progress bars.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def load_task(name: str, include_path: Path | None) -> "tuple[TaskManager, dict[
 
 
 def _make_task_manager(name: str, include_path: Path | None) -> "TaskManager":
-    """Builds a task manager that covers ``name``: the user's folder, lm_eval's folder ``name``, or all tasks."""
+    """Builds a task manager that covers ``name``, from the user's folder, lm_eval's folder ``name`` or all tasks."""
     import lm_eval.tasks
 
     # Indexing all of lm_eval takes ten seconds, so try single folders first; their tasks must be self-contained.
@@ -150,7 +150,10 @@ def _make_task_manager(name: str, include_path: Path | None) -> "TaskManager":
 
 
 def _is_self_contained(name: str, manager: "TaskManager") -> bool:
-    """Returns whether the index has the task, or the group and all its members; False for tags (may span folders)."""
+    """Returns whether the index contains the task, or the group with all members.
+
+    Returns False for tags, which may span folders.
+    """
     if name not in manager.all_groups:
         return name in manager.all_subtasks
     parts = (manager.task_index[name].cfg or {}).get("task", ())
@@ -198,7 +201,10 @@ def download_nltk_data(names: Sequence[str]) -> None:
 
 
 BOOTSTRAP = 1000
-"""Resamples for standard errors without a formula (lm_eval's default of 100,000 takes minutes for a third digit)."""
+"""Bootstrap resamples for standard errors that have no formula.
+
+lm_eval's default of 100,000 takes minutes and only improves the third digit.
+"""
 NO_FILTER = "none"  # lm_eval's name for unfiltered answers
 VERSION = "2"  # increase with every code change that changes a score
 
@@ -232,7 +238,7 @@ class LmEvalTasks:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Returns no names, since the scores are known only after the tasks have run."""
+        """Returns an empty tuple, since the scores are known only after the tasks have run."""
         return ()
 
     def fingerprint(self) -> dict[str, object]:
@@ -284,7 +290,9 @@ class LmEvalTasks:
         if len(set(self.tasks)) < len(self.tasks):
             raise UserError(f"benchmark.tasks={list(self.tasks)} contains a task twice")
         if self.include_path is not None and not self._task_folder().is_dir():
-            raise UserError(f"benchmark.include_path={self.include_path}: no such folder (current: {Path.cwd()})")
+            raise UserError(
+                f"benchmark.include_path={self.include_path}: no such folder (working folder: {Path.cwd()})"
+            )
 
     def _task_folder(self) -> Path:
         return Path(str(self.include_path)).expanduser().resolve()
@@ -317,7 +325,7 @@ class _TaskRunner:
         path, key = self.subject.folder / f"task-{safe_filename(name)}.json", digest([name, self._key])
         kept = read_record(path)
         if kept is not None and kept.get("key") == key:
-            log.info("%s: %s is already finished; read from %s", self.settings.name, name, path)
+            log.info("%s: %s is already finished; its scores were read from %s", self.settings.name, name, path)
             return UngradedResult(tuple(map(BenchmarkScore.read, kept["scores"])), kept["counts"], tuple(kept["table"]))
         began = time.perf_counter()
         result = self._evaluate(name)
@@ -382,7 +390,7 @@ class _TaskRunner:
             if getattr(task, "UNSAFE_CODE", False):
                 raise UserError(f"benchmark.tasks: {name} runs model-generated code, which is not supported")
             if getattr(task, "MULTIMODAL", False):
-                raise UserError(f"benchmark.tasks: {name} needs images, but the model reads only text")
+                raise UserError(f"benchmark.tasks: {name} needs images, but the model accepts only text")
             if task.OUTPUT_TYPE != "generate_until":
                 continue
             asked = self.settings.max_gen_toks or (task.config.generation_kwargs or {}).get(
@@ -401,9 +409,9 @@ class _TaskRunner:
 class TaskMetric(TypedDict):
     """Value of one metric of a task or group, for answers passed through one filter (e.g. ``acc,none``).
 
-    ``shots``: number of few-shot examples; ``data``: digest of the documents, None for a group. ``higher_is_better``:
-    the metric's direction as stated by the task; None if the task states no direction, or if a group's tasks do not
-    state a common one.
+    ``shots``: number of few-shot examples; ``data``: digest of the documents (None for a group). ``higher_is_better``:
+    the metric's direction as stated by the task; None if the task states no direction, or if the tasks in a group do
+    not all state the same one.
     """
 
     task: str
@@ -427,7 +435,7 @@ def metric_to_score(figure: TaskMetric) -> BenchmarkScore:
 
 
 def make_task_result(name: str, results: "EvalResults", counts: Mapping[str, int]) -> UngradedResult:
-    """Builds a result with the scores of a task, a whole group or each task of a tag, and one table row per metric."""
+    """Builds a result with the scores of a task, a whole group or each task in a tag, and one table row per metric."""
     figures = list_metrics(results)
     whole = [figure for figure in figures if figure["task"] == name] or figures
     if not whole:

@@ -1,4 +1,4 @@
-"""Local Hugging Face models as answering backend or grader; graders use generated text or label logits.
+"""Local Hugging Face models as answering backends or graders; graders use generated text or label logits.
 
 Calls with labels need one forward pass: ``judge.causal_judge.CausalJudge`` reads the log-probabilities of the two
 labels at the last prompt token. Replies to other calls are generated in left-padded batches.
@@ -124,10 +124,10 @@ class LocalChatModel:
 
 
 def describe_model(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
-    """Reads a model's specification (including its chat template) and its chat format; loads no weights.
+    """Reads a model's specification, including the chat template, and its chat format, without loading weights.
 
     Raises:
-        UserError: the model cannot generate answers because it has adapters to train or is a reward model, or its path
+        UserError: the model cannot generate answers, because it is a reward model, has adapters to train, or its path
             is a run folder.
     """
     from transformers.utils import logging as quiet
@@ -167,7 +167,7 @@ def read_chat(
 CODE_VERSION = "1"
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")  # as trainer.accelerator
 ROOM_STEP = 256
-"""Step in tokens to which a shortened reply limit is rounded, so that prompts of similar length share batches."""
+"""Shortened reply limits are rounded down to a multiple of this, so that prompts of similar length share batches."""
 
 Outcome = tuple[GradingCall, GradingReply | GradingFailure]
 _Asked = tuple[GradingCall, list[int]]
@@ -179,7 +179,7 @@ class LocalGrader:
     """Grader that runs a causal LM from a local folder or the hub.
 
     ``chat_template``: Jinja text or path, for tokenizers without one. At most ``batch_size`` calls are processed at
-    once, and a forward pass or generation batch has at most ``token_budget`` tokens (but at least one call).
+    once, and a forward pass or generation batch has at most ``token_budget`` tokens (but always at least one call).
     ``max_length``: maximum number of tokens in prompt and reply together (None: the model's number of positions);
     longer prompts fail, and replies are limited to the remaining space. ``accelerator=cpu`` keeps the model off the
     GPU.
@@ -215,7 +215,7 @@ class LocalGrader:
         """Checks that model and tokenizer can be read, without loading weights.
 
         Raises:
-            UserError: one of them cannot.
+            UserError: one of them cannot be read.
         """
         self.identity()
 
@@ -330,7 +330,7 @@ class LocalGrader:
         return ids
 
     def _read_labels(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
-        """Answers calls from label logits; calls with the same label tokens share forward passes."""
+        """Uses label logits to answer calls; calls with the same label tokens share forward passes."""
         for label_ids, group in _group_by(asked, lambda item: self._label_ids(item[0])):
             began = time.perf_counter()
             prompts = [ids for _, ids in group]
@@ -345,7 +345,10 @@ class LocalGrader:
     def _make_label_reply(
         self, labels: Sequence[str], label_ids: Sequence[int], reading: JudgeReading, tokens: int, seconds: float
     ) -> GradingReply:
-        """Builds a reply with the likelier label (the first if tied); also lists the top token if it is not a label."""
+        """Builds a reply with the likelier label, or the first if tied.
+
+        If the most likely token is not a label, the reply also lists its log-probability.
+        """
         assert reading.verdict_logps is not None and reading.verdict_token is not None
         first, second, most = (float(value) for value in reading.verdict_logps)
         logprobs = dict(zip(labels, (first, second), strict=True))

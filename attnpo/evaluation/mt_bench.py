@@ -129,7 +129,7 @@ class MTBench:
         }
 
     def grading_calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
-        """Returns two calls per question: one rates the first turn, the other the second turn given the first."""
+        """Returns two calls per question: one rates the first turn, and one rates the second given the first."""
         files = self._files
         return [
             GradingCall(

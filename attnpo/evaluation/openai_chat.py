@@ -1,4 +1,4 @@
-"""Answering backend and grader for OpenAI-compatible servers: OpenAI's own service, or a vLLM server."""
+"""Answering backend and grader for OpenAI-compatible servers, such as OpenAI's own service or vLLM."""
 
 import logging
 import os
@@ -83,7 +83,9 @@ class _FailedRequest:
 
 @dataclass(frozen=True)
 class _Endpoint:
-    """Connection settings for a server; ``part`` is their config node (answering or grader), for messages.
+    """Connection settings for a server.
+
+    ``part``: config node with these settings (answering or grader), used in messages.
 
     ``key_variable``: environment variable with the API key; if None, no key is sent.
     """
@@ -398,11 +400,10 @@ class OpenAIGrader:
     ``base_url``: address (None: ``OPENAI_BASE_URL`` if set, or else OpenAI's service). ``key_variable``: environment
     variable with the API key (None: ``OPENAI_API_KEY``, or no key if ``base_url`` is set). Up to ``concurrency`` calls
     run at a time. Each attempt may take ``timeout`` seconds and is retried up to ``max_retries`` times, unless the
-    server asks for a wait of more than two minutes.
-    ``tokenizer``: folder or hub name with the model's tokenizer and chat template, for exact input token counts (None:
-    tiktoken, for OpenAI's service only).
-    The prices, in dollars per million tokens, belong to ``price_model``; any other ``model`` has no known price.
-    ``extra_body`` is added to every request. ``length_key``: name of the parameter that limits output tokens.
+    server asks for a wait of more than two minutes. ``tokenizer``: folder or hub name with the model's tokenizer and
+    chat template, for exact input token counts (None: tiktoken, for OpenAI's service only). The prices, in dollars per
+    million tokens, apply only to ``price_model``; for any other ``model``, the price is unknown. ``extra_body`` is
+    added to every request. ``length_key``: name of the parameter that limits output tokens.
     """
 
     model: str = "gpt-4o-mini-2024-07-18"
@@ -428,7 +429,7 @@ class OpenAIGrader:
 
     @property
     def price(self) -> Price:
-        """Returns the configured prices; unknown unless ``price_model`` is this model."""
+        """Returns the configured price if ``price_model`` is this model; otherwise returns an unknown price."""
         if self.model != self.price_model:
             return Price(known=False)
         return Price(self.price_input, self.price_output)
@@ -453,7 +454,7 @@ class OpenAIGrader:
         }
 
     def count_tokens(self, call: GradingCall) -> int | None:
-        """Counts tokens with ``tokenizer`` or tiktoken, including those of the chat format.
+        """Counts tokens with ``tokenizer`` or tiktoken, including those that the chat format adds.
 
         Returns None if the chat template rejects the call, or for a custom server without ``tokenizer``.
         """
@@ -479,7 +480,7 @@ class OpenAIGrader:
         """Yields each call with its reply as replies arrive.
 
         Raises:
-            UserError: as for ``check_ready``; or the server rejects the key, does not know the model, or returns no
+            UserError: see ``check_ready``; also if the server rejects the key, does not know the model, or returns no
                 log-probabilities for a call that needs them.
         """
         self.check_ready()

@@ -78,14 +78,14 @@ class Ranker(Protocol):
         """Returns the ranker's name as stored with every pair: its kind, and its model or column."""
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
-        """Returns everything that affects the scores of ``sets``, apart from their text.
+        """Returns everything that affects the scores of ``sets``, apart from the answers themselves.
 
         Raises:
             UserError: the ranker cannot be used with these settings.
         """
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
-        """Yields each set's score rows once they are complete, so that they can be written before the next set's.
+        """Yields each set's score rows once complete, so that they can be written before the next set is scored.
 
         ``folder``: where the ranker may store files. Sets that could still be scored by rerunning the command are
         omitted.
@@ -202,7 +202,7 @@ class AnswerSource:
             if prompts.setdefault(prompt.id, prompt) != prompt:
                 raise UserError(
                     f"answers.path={self.path}: row {read - 1} has the same {self.id} {prompt.id!r} as a different "
-                    "prompt; use another column: answers.id=COLUMN"
+                    "prompt; use a different column: answers.id=COLUMN"
                 )
             some = answers.setdefault(prompt.id, [])
             text = row.get(self.answer)
@@ -304,8 +304,8 @@ def make_pairs(cfg: PairConfig) -> Path | None:
     pairs.
 
     Raises:
-        UserError: answers or ranker cannot be read; files at ``output`` belong to other answers or another ranker,
-            were changed, or come from another program; another job is writing there; or no pair can be built.
+        UserError: answers or ranker cannot be read; files at ``output`` belong to different answers or a different
+            ranker, were changed, or come from another program; another job is writing there; or no pair can be built.
     """
     path = cfg.path()
     if path.suffix != SUFFIX:
@@ -342,7 +342,7 @@ def make_pairs(cfg: PairConfig) -> Path | None:
                 *(len(lacking) - done, len(lacking)),
             )
         else:
-            log.info("this process has finished its share; the last one to finish writes %s", path)
+            log.info("this process has finished its share; the last process to finish will write %s", path)
         return None
 
 

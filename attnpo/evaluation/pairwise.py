@@ -211,8 +211,8 @@ class PairwiseBenchmark:
         several = [question.id for question in found if len(question.turns) > 1]
         if several:
             raise UserError(
-                f"benchmark {self.name}: question {several[0]} has several turns, but only single turns can be "
-                f"compared; use benchmark={self.of.name}"
+                f"benchmark {self.name}: question {several[0]} has several turns, but only single-turn questions can "
+                f"be compared; use benchmark={self.of.name}"
             )
         return found
 

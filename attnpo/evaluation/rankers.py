@@ -35,10 +35,10 @@ REWARDS_AT_ONCE = 64  # prompts whose rewards are computed before they are writt
 class JudgeRanker:
     """Ranker that compares all pairs of answers in both orders; an answer's score is its mean win probability.
 
-    Probabilities come from the two labels (see ``evaluation.pairwise``). K answers need K (K - 1) judge calls. Replies
-    are stored as they arrive and never requested twice. A prompt is left unranked if any comparison lacks a verdict.
-    Rerunning the command retries failed calls; with ``give_up``, they count as missing verdicts instead. With several
-    processes, ``limits`` apply to each process.
+    Probabilities are computed from the logits of the two labels (see ``evaluation.pairwise``). K answers need K (K - 1)
+    judge calls. Replies are stored as they arrive and never requested twice. A prompt is left unranked if any
+    comparison lacks a verdict. Rerunning the command retries failed calls; with ``give_up``, they count as missing
+    verdicts instead. With several processes, ``limits`` apply to each process.
     """
 
     grader: Grader

@@ -120,7 +120,10 @@ def _score_row(score: BenchmarkScore) -> list[Cell]:
 
 
 def format_rounds(score: BenchmarkScore, digits: int) -> str:
-    """Formats both half widths over rounds as ``± 1.57 (t 3.45)``, the second from Student's t; empty for one round."""
+    """Formats both half widths over rounds as ``± 1.57 (t 3.45)``.
+
+    The second one is from Student's t. Returns an empty string for one round.
+    """
     normal, student = half_widths(score.rounds)
     if normal is None or student is None:
         return ""

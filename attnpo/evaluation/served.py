@@ -195,7 +195,7 @@ def map_in_threads(
 ) -> Iterator[tuple[_Item, _Result]]:
     """Yields each item with ``function(item)`` in order of completion; pulls an item only when a thread is free.
 
-    Unlike the threads of an executor, these are daemons, so that Ctrl-C does not wait for pending replies.
+    Unlike an executor's threads, these are daemon threads, so Ctrl-C does not wait for pending replies.
     """
     todo: SimpleQueue[_Item | None] = SimpleQueue()
     done: SimpleQueue[tuple[_Item, Future[_Result]]] = SimpleQueue()

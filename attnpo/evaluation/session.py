@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 LOG_EVERY = 10.0  # seconds between progress lines
 NAMED = 3  # problems listed in the log
 ADDED = 32
-"""Upper bound on the input tokens that a chat template adds: turn markers, and dates as in Llama 3.1."""
+"""Upper bound on the number of tokens that a chat template adds (turn markers and, for Llama 3.1, dates)."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class GradingLimits:
     ``max_cost`` (dollars) and ``max_calls`` apply to all replies in an evaluation's folder, including those of earlier
     commands, so rerunning a command does not reset them. Charges for requests without a reply (timeouts) are unknown
     and not counted. ``max_failed``: number of consecutive failures after which the command stops. ``dry_run``: only
-    estimate the cost. ``max_items``: use only the first questions of a benchmark; applied where calls are built.
+    estimate the cost. ``max_items``: use only the first questions of a benchmark; applied when calls are built.
     """
 
     max_cost: float | None = None
@@ -62,7 +62,7 @@ class InputCount(NamedTuple):
 
     @classmethod
     def for_call(cls, call: GradingCall, grader: Grader) -> "InputCount":
-        """Counts with the grader's tokenizer, or uses the byte length of the messages as an upper bound."""
+        """Counts a call's tokens with the grader's tokenizer, or uses the messages' byte length as an upper bound."""
         count = grader.count_tokens(call)
         if count is not None:
             return cls(count, False)

@@ -10,17 +10,17 @@ from attnpo.evaluation.base import BenchmarkScore, ModelAnswer, Replies, RoundSc
 from attnpo.evaluation.intervals import t_quantile
 
 DRAWS = 2000
-"""Resamples of the questions."""
+"""Number of bootstrap resamples of the questions."""
 EXCHANGES = 24
-"""Number of random exchanges of first for second grades, for scores that are not weighted means over questions."""
+"""Number of random swaps of first and second grades, for scores that are not weighted means over questions."""
 LEVEL = 0.95
 NORMAL = 1.96
 
 
 def half_widths(rounds: Sequence[float]) -> tuple[float | None, float | None]:
-    """Returns the 95 % half widths of a mean over n rounds: 1.96 s / sqrt(n), as in the paper, and with Student's t.
+    """Returns two 95 % half widths of a mean over n rounds: 1.96 s / sqrt(n), and the one based on Student's t.
 
-    s is the sample standard deviation (n - 1). Both are None for a single round.
+    The AttentionPO paper uses the first. s is the sample standard deviation (n - 1). Both are None for a single round.
     """
     if len(rounds) < 2:
         return None, None

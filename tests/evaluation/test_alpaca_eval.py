@@ -489,7 +489,7 @@ def test_an_annotator_that_reads_a_text_works(reference: str) -> None:
         ("cohere", "cannot load this annotator.*cohere"),
         ("alpaca_eval_gpt4_fn", "it needs tool_choice, tools"),
         ("alpaca_farm", "a pool of 13 annotators"),
-        ("weighted_alpaca_eval_cot_gpt4_turbo", "more of a reply than its text or first token"),
+        ("weighted_alpaca_eval_cot_gpt4_turbo", "parts of a reply other than the text and the first token"),
     ],
 )
 def test_annotators_that_cannot_be_asked_are_refused(reference: str, name: str, says: str) -> None:

@@ -183,7 +183,7 @@ def test_a_finished_task_is_read_and_a_changed_one_is_not(
     monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **named: (calls.append(1), original(**named))[1])
     with caplog.at_level(logging.INFO):
         again = measure(asked, babbler, tmp_path)
-    assert again == first and not calls and "words is already finished; read from" in caplog.text
+    assert again == first and not calls and "words is already finished; its scores were read from" in caplog.text
     kept = tmp_path / "evaluation" / "task-words.json"
     kept.write_text(kept.read_text(encoding="utf-8").replace('"value"', '"other"'), encoding="utf-8")
     assert measure(asked, babbler, tmp_path) == first and calls == [1]  # damaged: computed again

@@ -97,7 +97,7 @@ def test_answers_that_do_not_fit_are_refused(benchmark: Benchmark) -> None:
     for answers, expected in (
         ({name: whole[name] for name in ("81", "111")}, "1 without an answer (101)"),
         (whole | {"7": ModelAnswer("7", ("x", "y"))}, "1 answered but not part of the benchmark (7)"),
-        (whole | {"81": whole["111"], "111": whole["81"]}, "2 with the answer to another question (81, 111)"),
+        (whole | {"81": whole["111"], "111": whole["81"]}, "2 with the answer to a different question (81, 111)"),
         (whole | {"81": ModelAnswer("81", ("x",))}, "1 with the wrong number of answered turns (81)"),
         ({}, "3 without an answer (81, 101, 111)"),
     ):

@@ -191,10 +191,10 @@ def test_no_question_that_fits_is_an_error(world: World, tmp_path: Path) -> None
 def test_a_question_cannot_change_under_its_id(world: World, tmp_path: Path) -> None:
     answered(world, tmp_path)
     for question, message in (
-        (Question("q1", (TEXTS[7], TEXTS[1])), "an answer to another prompt for question 'q1'"),
-        (Question("q1", (TEXTS[0], TEXTS[7])), "an answer to another prompt for question 'q1'"),
-        (Question("q1", (TEXTS[0], TEXTS[1]), system="s"), "an answer to another prompt for question 'q1'"),
-        (Question("q1", (TEXTS[0], TEXTS[1]), temperature=0.1), "sampled at another temperature for question 'q1'"),
+        (Question("q1", (TEXTS[7], TEXTS[1])), "an answer to a different prompt for question 'q1'"),
+        (Question("q1", (TEXTS[0], TEXTS[7])), "an answer to a different prompt for question 'q1'"),
+        (Question("q1", (TEXTS[0], TEXTS[1]), system="s"), "an answer to a different prompt for question 'q1'"),
+        (Question("q1", (TEXTS[0], TEXTS[1]), temperature=0.1), "sampled at a different temperature for question 'q1'"),
         (Question("q1", ()), "question 'q1' has no turns"),
     ):
         with pytest.raises(UserError, match=message):
