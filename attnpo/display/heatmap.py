@@ -67,7 +67,7 @@ _LIGHT_LETTERS, _DARK_LETTERS = "#e6e8ec", "#1b1205"
 def heatmap_terminal(
     pairs: Sequence[PairRecord], console: Console, *, numbers: bool | None = None, paper: bool = False
 ) -> None:
-    """Prints the heat maps of ``pairs`` to ``console``, with both responses side by side if it has 100 columns.
+    """Prints the heat maps of ``pairs`` to ``console``, with responses side by side if it is at least 100 columns wide.
 
     ``numbers``: whether to print w * |y| after each token; by default only if the console has no colours. ``paper``:
     whether to render for an image on a white background; right-to-left lines are then reordered here.

@@ -37,7 +37,7 @@ class Banner:
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Names and values; floats have ``digits`` decimals."""
+    """List of names with their values; floats are shown with ``digits`` decimals."""
 
     values: Mapping[str, Cell]
     digits: int = DEFAULT_DIGITS

@@ -66,9 +66,10 @@ class LayerFinder(Protocol):
     """Component that finds the layer for ``weights.layer=auto`` (config node ``auto_layer``)."""
 
     def resolve_layer(self, source: Any, readers: Any, train: Any) -> tuple[Any, Mapping[str, object] | None]:
-        """Searches for the layer on the encoded pairs ``train``; returns the source with that layer, and a record.
+        """Searches for the layer on the encoded pairs ``train``, if a search is needed.
 
-        If no search is needed, returns the unchanged source and None instead.
+        Returns the source with that layer and a record of the search. Without a search, returns the unchanged source
+        and None.
         """
 
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def log_opening_lines(command: str, cfg: RunConfig, folder: Path | None, budget: str | None = None) -> None:
-    """Logs six lines about what ``command`` will do and where it writes output. ``budget``: the study's, in words."""
+    """Logs six lines about what ``command`` will do and where it writes output. ``budget``: a study's budget."""
     choices, later, objective = cfg.composed.choices, cfg.groups_set_by_runs(), cfg.objective
     built = None
     if cfg.prepare is not None:
@@ -136,7 +136,7 @@ def outcome_text(result: RunResult) -> str:
 
 
 def next_commands(composed: Composition, seed: int, folder: Path) -> list[str]:
-    """Returns commands that show the run's table and rerun it with a new seed and, if valid, with different weights."""
+    """Returns commands that show the report, rerun with a new seed and, if valid, rerun with different weights."""
     uniform = composed.choices.get("weights") == "uniform"
     other, objective = ("attention", "twdpo") if uniform else ("uniform", "dpo")
     twins = [(f"weights={other}",), (f"weights={other}", f"objective={objective}")]

@@ -65,7 +65,8 @@ def fill_reference_table(
     """Computes the reference log-probabilities that are missing from ``table``, and adds them.
 
     ``model``: the reference. ``shard`` (rank, ranks): compute only every ranks-th example. If it is None, raises
-    UserError in a multi-process job that lacks some of them. ``refill``: command that fills the store, for that error.
+    UserError if a multi-process job would have to compute any. ``refill``: command that fills the store, named in that
+    error.
     """
     places: dict[str, tuple[Sequence[TrainingExample], int, int]] = {}
     for made in sets.values():

@@ -1,4 +1,7 @@
-"""Computes weights for pairs from outside a run as for its training pairs, without writing to the store."""
+"""Computes weights for pairs from outside a run, in the same way as for its training pairs.
+
+Nothing is written to the store.
+"""
 
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -143,7 +143,7 @@ class Readers:
         return kinds[wanted[0]]()
 
     def make_judge(self) -> RunJudge:
-        """Returns the run's judge, not yet loaded. Raises UserError if judge tokens cannot match training tokens."""
+        """Returns the run's judge, not yet loaded. Raises UserError if its tokens cannot match training tokens."""
         judge = RunJudge(self.judge, self.base.spec, self.base.chat, self.base.store)
         key, length = "judge.max_length", judge.settings.max_length
         check_exact_length(load_text_config(judge.path, judge.revision), judge.path, key, length)
@@ -277,7 +277,7 @@ def make_judge(judge: Judge, source: WeightSource, prepare: Preparer | None, roo
 
 
 def judge_report(judge: PreparedJudge) -> dict[str, object]:
-    """Returns the measurements of a built judge, and whether it was reused."""
+    """Returns the measurements of a built judge, and whether an earlier build was reused."""
     return {**judge.report, "reused": judge.reused}
 
 

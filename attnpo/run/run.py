@@ -72,7 +72,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     With several processes, only the first writes, scores and returns a result; the others return None. With
     ``resume=auto``, a finished run only returns its saved result, and a run that was killed after its last step is only
     scored. ``point``: true for a grid point of a study, whose folder is repaired if it is damaged. Raises
-    RunInterrupted if a signal ended training, and UserError for invalid settings, inputs or states.
+    RunInterrupted if a signal ended training, and UserError for invalid settings, inputs or checkpoints.
     """
     began = time.perf_counter()
     apply_launcher(cfg.trainer)  # raises UserError before anything is loaded

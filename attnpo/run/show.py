@@ -392,10 +392,11 @@ def _saved_pairs(saved: Mapping[str, Any], decode: Callable[[int], str]) -> Iter
 
 
 def margin_contributions(objective: PreferenceObjective, example: TrainingExample, scores: PairLogps) -> LogpPair:
-    """Returns each token's contribution: how much the margin would shrink with the reference's log-probability there.
+    """Returns each token's contribution to the margin.
 
-    Uses the objective's own rewards; if they are linear in the log-ratios, contributions add up to the margin. Raises
-    UserError for an objective that needs more than log-probabilities and weights.
+    This is how much the margin would shrink if the policy gave that token the reference's log-probability. Uses the
+    objective's own rewards; if they are linear in the log-ratios, contributions add up to the margin. Raises UserError
+    for an objective that needs more than log-probabilities and weights.
     """
     more = sorted(objective.requires - {"reference", "token_weights"})
     if more:
