@@ -124,7 +124,7 @@ def test_a_methods_row_is_one_run_of_its_search(name: str) -> None:
     study, other = map(main_results, LLAMAS)
     assert study.grid_of(METHODS[name]) == other.grid_of(METHODS[name])
     (values,) = study.grid_of(METHODS[name]).point_overrides()
-    shared = ["experiment=none", *(word for word in study.shared if not word.startswith("trainer."))]
+    shared = ["experiment=none", *(word for word in study.shared if not word.startswith(("trainer.", "truth.")))]
     row = load("fit", [f"setting={LLAMAS[0]}", *shared, *study.arms[METHODS[name]], *values])
     found = [run for run in expanded(FOLDER / f"{name}.yaml") if all(_set(row, word) for word in run if "." in word)]
     assert len(found) == 1

@@ -43,7 +43,7 @@ def read_gains(path: Path = CASES) -> Gains:
     """Returns the gains of every layer by seed."""
     groups: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for case in json.loads(path.read_text(encoding="utf-8"))["cases"].values():
-        study, world, seed = re.fullmatch(r"(\w+)-testbed(?:: (.+))?, seed (\d+)", case["group"]).groups(default="")
+        ((study, world, seed),) = re.findall(r"(\w+)-testbed(?:: (.+))?, seed (\d+)", case["group"])
         groups[study, world, int(seed)].append(case["gain"])
     gains: Gains = defaultdict(dict)
     for (study, world, seed), found in groups.items():

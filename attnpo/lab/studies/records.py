@@ -3,77 +3,105 @@
 Studies of the same world with the same arms can be pooled from their records into one study with all their seeds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
+from jaxtyping import Float
 
 from attnpo.display.tables import Cell
 from attnpo.evaluation.intervals import Interval, MeanSquares, correct_by_holm
 from attnpo.lab.studies.outcome import Outcome, difference_text, paired_rewards
 from attnpo.lab.studies.tables import arms_at_levels
-from attnpo.schema import Json, UserError, digest
+from attnpo.schema import UserError, digest
 from attnpo.system.files import parse_json
 
 RECORDS = "records.json"
 Scores = dict[str, list[list[float]]]
 
 
-def study_record(outcome: Outcome) -> dict[str, Json]:
+class RecordRow(TypedDict, total=False):
+    """Row of a record: an arm at a KL level; ``squares`` are the mean squares of seeds, prompts and residuals."""
+
+    world: str
+    arm: str
+    kl: float
+    mark: str
+    settings: str
+    rewards: dict[str, float]
+    differences: dict[str, float]
+    squares: list[float] | None
+    prompts: int
+
+
+class StudyRecord(TypedDict):
+    """Content of records.json; ``world`` is a digest."""
+
+    study: str
+    digest: str
+    world: str
+    control: str | None
+    rows: list[RecordRow]
+
+
+def study_record(outcome: Outcome) -> StudyRecord:
     """Returns the record of a study with a known true reward.
 
     Each row contains a world, an arm, a KL level, ``rewards`` by seed, a mark if the rewards are not at this level, and
     ``differences`` from the control by seed with their mean squares over seeds and prompts.
     """
-    rows: list[Json] = []
+    rows: list[RecordRow] = []
     settings: Any = outcome.record["arms"]
     for world in outcome.worlds:
         found = arms_at_levels(outcome, world)
         for (name, level), at in found.items():
             if at.place is None:
                 continue
-            row: dict[str, Any] = {"world": world, "arm": name, "kl": level, "mark": at.mark or at.place.mark}
+            row: RecordRow = {"world": world, "arm": name, "kl": level, "mark": at.mark or at.place.mark}
             row["settings"] = digest(settings.get(f"{world}/{name}" if world else name))[:16]
             row["rewards"] = _means_by_seed(at.place.seeds, at.place.rewards)
-            control = found.get((outcome.study.control or "", level))
-            if at.versus is not None and control is not None and control.place is not None:
-                seeds, differences = paired_rewards(at.place, control.place)
+            other = found.get((outcome.study.control or "", level))
+            if at.versus is not None and other is not None and other.place is not None:
+                seeds, differences = paired_rewards(at.place, other.place)
                 row["differences"] = _means_by_seed(seeds, differences)
                 squares = at.versus.squares
                 row["squares"] = None if squares is None else [squares.seed, squares.prompt, squares.residual]
                 row["prompts"] = differences.shape[1]
             rows.append(row)
     world_digest = digest(outcome.record["world"])[:16]
-    head = {"study": outcome.study.name, "digest": outcome.digest, "world": world_digest}
-    return {**head, "control": outcome.study.control, "rows": rows}
+    name, control = outcome.study.name, outcome.study.control
+    return StudyRecord(study=name, digest=outcome.digest, world=world_digest, control=control, rows=rows)
 
 
-def _means_by_seed(seeds: Sequence[int], rewards: Any) -> dict[str, float]:
+def _means_by_seed(seeds: Sequence[int], rewards: Float[np.ndarray, "seeds prompts"]) -> dict[str, float]:
     return {str(seed): round(float(mean), 6) for seed, mean in zip(seeds, rewards.mean(axis=1), strict=True)}
 
 
-def read_study_record(path: Path) -> dict[str, Any]:
+def read_study_record(path: Path) -> StudyRecord:
     """Reads a record from a file or a study folder. Raises UserError if it is not a record."""
     file = path / RECORDS if path.is_dir() else path
     try:
-        content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
+        content: StudyRecord = parse_json(file.read_text(encoding="utf-8"))
         _ = content["world"], content["control"], [row["rewards"] for row in content["rows"]]
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise UserError(f"{file}: expected a study's {RECORDS}, as written by fit: {problem!r}") from problem
     return content
 
 
-def pool_records(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Cell]]:
+def pool_records(records: Sequence[StudyRecord]) -> list[dict[str, Cell]]:
     """Pools differences from studies of the same world; adds p-values with and without Holm's correction.
 
     Raises:
         UserError: worlds, controls or arms differ between the studies, or two studies have the same seed.
     """
-    for key in ("world", "control"):
-        if len({record[key] for record in records}) > 1:
+    for key, values in (
+        ("world", {record["world"] for record in records}),
+        ("control", {record["control"] for record in records}),
+    ):
+        if len(values) > 1:
             raise UserError(f"report pool: the studies differ in their {key}: only pool studies with the same {key}")
-    found: dict[tuple[str, str, float], list[Mapping[str, Any]]] = {}
+    found: dict[tuple[str, str, float], list[RecordRow]] = {}
     for record in records:
         for row in record["rows"]:
             if row.get("squares") and not row["mark"]:
@@ -96,7 +124,7 @@ def p_text(value: float) -> str:
     return f"{value:.4f}" if value >= 0.0001 else "<0.0001"
 
 
-def _pool_rows(place: tuple[str, str, float], rows: Sequence[Mapping[str, Any]]) -> Interval:
+def _pool_rows(place: tuple[str, str, float], rows: Sequence[RecordRow]) -> Interval:
     """Returns the mean difference over all seeds; prompt and residual variances are averaged over the studies."""
     world, arm, level = place
     at = f"report pool: {arm} at KL {level:g}{f' in {world}' if world else ''}"
@@ -108,15 +136,16 @@ def _pool_rows(place: tuple[str, str, float], rows: Sequence[Mapping[str, Any]])
     sizes, prompts = [len(row["differences"]) for row in rows], rows[0]["prompts"]
     means = np.array([gain for row in rows for gain in row["differences"].values()])
     weights = np.array(sizes) - 1
-    residual = float(np.average([row["squares"][2] for row in rows], weights=weights))
-    shared = [(row["squares"][1] - row["squares"][2]) / size for row, size in zip(rows, sizes, strict=True)]
+    _, of_prompts, of_residuals = np.array([row["squares"] for row in rows]).T
+    residual = float(np.average(of_residuals, weights=weights))
+    shared = (of_prompts - of_residuals) / sizes
     prompt = residual + len(seeds) * max(0.0, float(np.average(shared, weights=weights)))
     squares = MeanSquares(prompts * float(means.var(ddof=1)), prompt, residual, len(seeds), prompts)
     mean, reach = float(means.mean()), squares.half_width()
     return Interval(mean, mean - reach, mean + reach, len(seeds), prompts, squares)
 
 
-def rliable_scores(records: Sequence[Mapping[str, Any]]) -> tuple[Scores, list[str]]:
+def rliable_scores(records: Sequence[StudyRecord]) -> tuple[Scores, list[str]]:
     """Returns scores in rliable's format (arm -> runs x tasks), and the arms omitted because a score is missing.
 
     Each seed is a run, and each pair of world and KL level a task. Scores not at their KL level count as missing.
