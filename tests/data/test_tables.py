@@ -113,7 +113,7 @@ def test_a_share_of_the_prompts_is_kept_for_validation(tmp_path: Path, caplog: p
     source = PairSource(one_file(tmp_path, ROWS), val_share=0.3)
     with caplog.at_level(logging.INFO):
         train, val = source.load("train"), source.load("val")
-    assert "data.val_share=0.3: 3 of 10 prompts (6 of 20 rows) are used for validation" in caplog.text
+    assert "data.val_share=0.3: 3 of 10 prompts (6 of 20 rows) are selected by digest for validation" in caplog.text
     assert "data.train_rows overlap" not in caplog.text
     assert not {*prompts(train)} & {*prompts(val)} and len({*prompts(val)}) == 3
     assert (train.read, val.read) == (14, 6)

@@ -164,7 +164,7 @@ def test_rows_verdicts_and_label_mass_are_those_after_the_trace(
     measured = json.loads(next(tmp_path.glob("label_mass/*.json")).read_text())
     assert measured["share"] == pytest.approx(sum(masses[:32]) / 32, rel=1e-4)
     assert 0 < cut < 2 * PAIRS
-    assert f"at most {2 * PAIRS * MOST} tokens in all (judge.trace.max_new_tokens={MOST})" in caplog.text
+    assert f"at most {2 * PAIRS * MOST} tokens in total (judge.trace.max_new_tokens={MOST})" in caplog.text
     mean = sum(lengths) / len(lengths)
     assert f"judge: {2 * PAIRS} traces with {mean:.1f} tokens on average, at most {max(lengths)}" in caplog.text
     (warned,) = [record for record in caplog.records if "judge's trace was cut" in record.getMessage()]
