@@ -1,6 +1,6 @@
 """Dispatcher for ``attnpo COMMAND ...`` and ``python -m attnpo COMMAND ...``.
 
-Runs a command exactly like ``python -m attnpo.COMMAND``: same exit statuses, signals and child processes.
+Runs a command exactly like ``python -m attnpo.COMMAND``, with the same exit statuses, signals and child processes.
 """
 
 import os
@@ -24,7 +24,7 @@ COMMANDS = {
     "report": "tables and figures of finished runs, studies and evaluations",
 }
 MOVED = ("theory", "verify")
-"""Moved commands, which only print their new location; removed in 0.2.0."""
+"""Moved commands, which only print their new location; they will be removed in 0.2.0."""
 USAGE = """\
 usage: python -m attnpo COMMAND [...]
 

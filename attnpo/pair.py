@@ -1,4 +1,4 @@
-"""``python -m attnpo.pair``: builds preference pairs from several answers to each prompt; resumable.
+"""``python -m attnpo.pair``: builds preference pairs from several answers to each prompt; interrupted jobs can resume.
 
 Several processes can write to one file: under torchrun or SLURM each process handles its share of the prompts.
 """

@@ -21,7 +21,7 @@ python -m attnpo.report weights layers=[1,2,3,4]
 python -m attnpo.report scores outputs/eval-* printed=experiments/paper/main_results/printed.csv"""
 
 MOVED = {"gains": "experiments.gains FOLDER ... --kl 1.0", "ranks": "experiments.check_tables TABLE.csv ..."}
-"""Reports that moved out of the package, with their new commands; the hint is removed in 0.2.0."""
+"""Reports that moved out of the package, with their new commands; this hint will be removed in 0.2.0."""
 
 
 def main(cfg: "ReportConfig") -> int:
@@ -33,7 +33,7 @@ def main(cfg: "ReportConfig") -> int:
 
 
 def needs_complete_config(cfg: "ReportConfig") -> bool:
-    """Checks whether every required key must be set: weight statistics need a model and data."""
+    """Returns whether the report needs a complete config: weight statistics do, because they need a model and data."""
     return list(cfg.what[:1]) == ["weights"] and cfg.prepare is None
 
 

@@ -24,10 +24,10 @@ _T = TypeVar("_T")
 
 
 BOOKKEEPING = {"moves_numbers": False}
-"""Metadata of a component field that, including all nested values, affects no computed number beyond rounding."""
+"""Metadata for a component field that, like all values nested in it, changes computed numbers only by rounding."""
 
 ON_HOST = {"on_host": True}
-"""Metadata of a tensor field that stays on the CPU when other fields move to a device."""
+"""Metadata for a tensor field that stays on the CPU when other fields move to a device."""
 
 SEEDS = 2**32
 """Exclusive upper bound of seeds, as in NumPy."""
@@ -296,17 +296,16 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Model inputs in a layout.
+    """Inputs of a forward pass, either one sequence per row or many sequences packed into a single row.
 
     ``input_ids``, ``position_ids`` [batch T]; ``attention_mask`` [batch T] (1 = token) or None; ``predict_index``
     [rows R] is the flat index (into batch*T) of the hidden state that predicts each response token.
 
-    ``segments``: None for one sequence per row. Otherwise the batch is a single row of many sequences, described by
-    (start, count, prefix, shared) per segment: tokens start..start+count-1 continue the ``shared`` tokens that start at
-    ``prefix``, and attend causally to those and to each other. Each token of the row is in exactly one segment.
-    ``segment_rows``: response row of each segment; None means in order. Both stay on the CPU, where attention is
-    planned, so no step waits for the GPU. ``scored``: row and position of each response token, precomputed for the same
-    reason; None means they follow from the response mask.
+    ``segments``: None for one sequence per row. Otherwise, one (start, count, prefix, shared) per packed segment:
+    tokens start..start+count-1 continue the ``shared`` tokens that start at ``prefix``, and attend causally to those
+    and to each other. Each token of the row is in exactly one segment. ``segment_rows``: response row of each segment;
+    None means in order. Both stay on the CPU, where attention is planned, so no step waits for the GPU. ``scored``: row
+    and position of each response token, precomputed for the same reason; None means they follow from the response mask.
     """
 
     input_ids: Int[Tensor, "batch T"]

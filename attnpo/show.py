@@ -1,4 +1,4 @@
-"""``python -m attnpo.show``: shows a pair token by token, typed in or loaded from data, a run or a saved step."""
+"""``python -m attnpo.show``: shows pairs token by token, typed in or loaded from data, a run or a saved step."""
 
 import sys
 from collections.abc import Mapping, Sequence

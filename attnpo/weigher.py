@@ -82,8 +82,8 @@ class Weigher:
         layer: 1-based number, "last", or a fraction of the depth, e.g. "1/2".
         source: "attention", "rollout", or a weight source of ``attnpo.weights.sources`` that reads a judge or only the
             texts. Such a source has its own settings (heads, several layers, order of averaging, ...).
-        sink_tokens: number of first tokens whose weight is set to 1/|y| to remove the attention sink (paper: 1), in
-            responses of at least five judge tokens; 0 keeps their attention.
+        sink_tokens: number of leading tokens whose weight is set to 1/|y| to remove the attention sink (paper: 1).
+            Responses of fewer than five judge tokens are left unchanged; 0 keeps the attention.
         both_orders: whether to average over both orders of the answers (paper); False uses only the order with the
             chosen answer first.
         template: the judge prompt, as a file (including those in ``configs/``) or as a string with {question},
@@ -100,7 +100,7 @@ class Weigher:
         token_budget: maximum number of tokens per forward pass.
         chat_template: a Jinja template, or a file containing one, for a tokenizer without a chat template.
         chat_template_kwargs: values for variables that the chat template reads, e.g. {"enable_thinking": False}.
-        lengths: the length rules of training (2048 tokens, prompts 1800).
+        lengths: the length rules of training (2048 tokens, at most 1800 of them for the prompt).
         revision: revision on the Hub.
         dtype: dtype of a model that is loaded here.
         device: where the model runs; None puts a model that is loaded here on a GPU if there is one.

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, progress: bool = False) -> Run:
-    """Trains one run, like ``python -m attnpo.fit`` with the same overrides, and returns it as ``load_run`` does.
+    """Trains one run and returns it, like ``python -m attnpo.fit`` followed by ``load_run``.
 
     Args:
         overrides: command-line overrides, e.g. ``["experiment=none", "weights=uniform", "seed=3"]``.
@@ -48,7 +48,7 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
 def run_study(
     overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, progress: bool = False
 ) -> StudyResults:
-    """Runs a study, like ``python -m attnpo.fit`` with the same overrides, and returns it as ``load_study`` does.
+    """Runs a study and returns it, like ``python -m attnpo.fit`` followed by ``load_study``.
 
     As with the command, sweep points already finished in the study's folder are reused. Failures are listed in
     ``notes``.

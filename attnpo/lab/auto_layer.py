@@ -48,8 +48,8 @@ class LayerChoice:
     random tokens are, averaged over pairs and over the shares of tokens removed.
 
     ``error``: standard error of the selected layer's score over pairs. ``errors``: for each other layer, the standard
-    error of its paired difference from the selected one. Both are None for fewer than two pairs. ``full``: mean
-    log-odds of the judge's verdict on whole responses; no drop can be larger. ``pairs``: number of pairs scored.
+    error of its paired difference from the selected layer. Both are None for fewer than two pairs. ``full``: mean
+    log-odds of the judge's verdict on whole responses, an upper bound on the drop. ``pairs``: number of pairs scored.
     ``left_out``: number of pairs that could not be shown to the judge. ``emptied``: number of shortened responses with
     no tokens left. ``prompts`` and ``seconds``: cost of the search.
     """
@@ -67,7 +67,7 @@ class LayerChoice:
     rules: LayerRules
 
     def caveats(self) -> list[str]:
-        """Lists reasons why the sample may be too small for this choice, with advice; empty if it is large enough."""
+        """Lists warnings, with advice, if the sample is too small for a reliable choice."""
         more = "increase auto_layer.pairs"
         if self.pairs + self.left_out < self.rules.pairs:
             more = "there are no more training pairs, so set weights.layer to a number"
@@ -88,7 +88,7 @@ class LayerChoice:
             )
             found.append(
                 f"the sample of {self.pairs} pairs is too small to tell layers {', '.join(map(str, first))} and {last} "
-                f"apart (lead of layer {self.layer} in the score, with standard errors: {gaps}): {more}"
+                f"apart (lead of layer {self.layer} over each of them, with its standard error: {gaps}): {more}"
             )
         return found
 
@@ -252,7 +252,7 @@ def _load_choice(path: Path, key: Mapping[str, object]) -> LayerChoice | None:
         rules = LayerRules(**{**rules, "shares": tuple(rules["shares"])})
         choice = LayerChoice(scores=scores, errors=errors, rules=rules, **stored)
         if choice.layer not in scores or not all(map(math.isfinite, scores.values())):
-            raise ValueError("the scores are not finite, or the selected layer has none")
+            raise ValueError("the scores are not finite, or the selected layer has no score")
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         log.warning("weights.layer=auto: ignoring the stored choice %s and searching again (%s)", path, problem)
         return None

@@ -1,7 +1,7 @@
 """Measures where a run's policy has drifted from its base after training (config node ``drift``).
 
-Uses validation pairs, training pairs (ranking accuracy only) and, in settings with a known reward, sampled answers: the
-policy's answer and the base's answer to a prompt form a pair, which is weighted like the training pairs. Nothing is
+Uses validation pairs, training pairs (for ranking accuracy only) and, if the true reward is known, sampled answers. The
+policy's answer and the base's answer to the same prompt form a pair, which is weighted like a training pair. Nothing is
 written to the store. Weight classes mean different things in different arms. To compare arms, use the decisive tokens,
 which are the same for all.
 """
@@ -101,7 +101,7 @@ def measure_drift(
     sampled: Sequence[PreferencePair],
     counts: Mapping[str, int],
 ) -> dict[str, Json]:
-    """Measures where the policy moved from its base and returns the content of ``RunResult.drift``.
+    """Measures where the policy has drifted from its base, and returns the content of ``RunResult.drift``.
 
     ``counts``: number of pairs per split. ``sampled``: pairs with the policy's answer as chosen and the base's as
     rejected. ``reference``: kind of the run's reference. Raises UserError for a model without a plain output head.
@@ -245,7 +245,7 @@ def _model_inputs(group: RowGroup) -> tuple[ModelInputs, Tensor, Tensor]:
 
 
 def _relative_weights(source: WeightSource, example: TrainingExample, place: int) -> Row | None:
-    """Returns a response's weights relative to uniform (|y| w, or factors); None if computed during training."""
+    """Returns a response's weights relative to uniform (|y| w, or factors); None for those computed in training."""
     if isinstance(source, OnlineSource) or not example.weights[place].numel():
         return None
     weights = example.weights[place].double().numpy()
@@ -267,7 +267,7 @@ def _token_factors(objective: PreferenceObjective, inputs: Inputs) -> Iterator[R
 def summarize_kl(responses: Sequence[ResponseShift]) -> dict[str, Json]:
     """Breaks the KL down by token class, by weight decile and by tenth of the response.
 
-    Weight deciles are omitted if all weights are equal, weight classes if any response has no weights.
+    Omits weight deciles if all weights are equal, and weight classes if any response has no weights.
     """
     kl, ends = (np.concatenate([getattr(one, name) for one in responses]) for name in ("kl", "ends"))
     rows = [one.weights for one in responses if one.weights is not None]
@@ -342,7 +342,7 @@ def mean_gain(responses: Sequence[ResponseShift]) -> float | None:
 
 
 def quantiles(values: Row) -> dict[str, Json]:
-    """Returns the median, the 90th and 99th percentiles and the maximum of ``values``; empty if there are none."""
+    """Returns the median, the 90th and 99th percentiles and the maximum; an empty dict if there are no values."""
     if not values.size:
         return {}
     return {name: _round_finite(float(np.quantile(values, level))) for name, level in QUANTILES.items()}

@@ -55,7 +55,7 @@ class FrontierPoint:
 
     @property
     def root_kl(self) -> float:
-        """Returns the axis coordinate of a KL, its square root. Negative KL is estimation noise and counts as 0."""
+        """Returns the square root of a KL, its axis coordinate. Negative KL is estimation noise and counts as 0."""
         return math.sqrt(max(0.0, self.kl))
 
 
@@ -70,14 +70,14 @@ def frontier_figure(
     ylabel: str = "reward",
     looks: ArmStyles | None = None,
 ) -> Path:
-    """Draws reward against KL, one line per arm through its grid points in order of KL; returns the PNG's path.
+    """Plots reward against KL, with one line per arm through its grid points in order of KL; returns the PNG's path.
 
     The best points are ringed, have bolder intervals and are named in the legend. ``base_reward`` is drawn as a dotted
-    line, its interval as a band. The KL axis has a square-root scale, on which rewards at a given KL are interpolated;
-    negative KL (estimation noise) is drawn at 0. ``limits``: KL values marked by vertical lines. Points beyond ``FAR``
-    times the largest limit, or with an extreme reward (``axis_limits``), are drawn at the edge as hollow arrows with
-    their values, so that they do not compress the scale. Non-finite points are omitted and counted below the figure.
-    ``looks``: line styles of the study's arms.
+    line with its interval as a band. The KL axis has a square-root scale, the same scale on which rewards at a given KL
+    are interpolated. Negative KL (estimation noise) is drawn at 0. ``limits``: KL values marked by vertical lines.
+    Points beyond ``FAR`` times the largest limit, or with an extreme reward (``axis_limits``), are drawn at the edge as
+    hollow arrows with their values, so that they do not compress the scale. Non-finite points are omitted and counted
+    below the figure. ``looks``: line styles of the study's arms.
     """
     every = list(points)
     drawn = [point for point in every if math.isfinite(point.kl) and math.isfinite(point.reward)]
@@ -154,7 +154,7 @@ def _draw_outliers(
 
 
 def _set_root_axis(axes: Axes, largest: Number, limits: Sequence[Number]) -> float:
-    """Sets ticks at round KL values on the root axis; returns the KL at its right end, which includes all limits."""
+    """Sets ticks at round KL values on the square-root axis; returns the KL at its right end, above all limits."""
     top = max(largest, *limits, 0.1) * 1.06
     edge = math.sqrt(top)
     ticks, last, gap = [0.0], math.inf, 0.09 * edge
@@ -174,7 +174,7 @@ def _set_root_axis(axes: Axes, largest: Number, limits: Sequence[Number]) -> flo
 
 @dataclass(frozen=True)
 class ArmPanel:
-    """Panel showing one metric for each arm. ``levels``: values at selected points; ``others``: at other grid points.
+    """Panel showing one metric for each arm. ``levels``: values at selected points. ``others``: values at other points.
 
     ``line``: name and value of a dotted reference line.
     """
@@ -196,7 +196,7 @@ def arm_figure(
     control: str | None = None,
     looks: ArmStyles | None = None,
 ) -> Path:
-    """Draws the panels side by side, one row per arm in the order of the first panel; returns the PNG's path.
+    """Draws the panels side by side, with one row per arm in the first panel's order; returns the PNG's path.
 
     The interval of the ``control`` is drawn as a band behind all arms. Non-finite values are omitted, as are small
     markers far from all others (``axis_limits``), which would compress the scale. ``note`` is printed below the first
@@ -266,8 +266,9 @@ def layer_curve(
 ) -> Path:
     """Draws the score per layer, and the baselines in a second panel, all with intervals; returns the PNG's path.
 
-    Points are coloured by ``LayerPoint.arm``. Baselines are drawn as lines through both panels, the interval of the
-    ``control`` as a band. Non-finite points and baselines are omitted. ``looks``: line styles of the study's arms.
+    Points are coloured by ``LayerPoint.arm``. Baselines are drawn as lines through both panels, and the interval of the
+    ``control`` is drawn as a band. Non-finite points and baselines are omitted. ``looks``: line styles of the study's
+    arms.
     """
     kept = sorted((point for point in points if math.isfinite(point.score)), key=lambda point: point.layer)
     levels = {name: as_score_interval(value) for name, value in (baselines or {}).items()}
@@ -317,7 +318,7 @@ def _draw_baselines(
 
 @dataclass(frozen=True)
 class LayerPanel:
-    """Panel of curves over layers. ``lines``: per curve name, one mapping from layer to value for each seed."""
+    """Panel of curves over layers. ``lines``: for each curve name, one mapping from layer to value per seed."""
 
     title: str
     ylabel: str
@@ -352,7 +353,7 @@ def layer_panels(panels: Sequence[LayerPanel], path: Path | str) -> Path:
 
 @dataclass(frozen=True)
 class GainPoint:
-    """Difference from the control at one scale position, with its interval. ``equal``: both reach the KL level."""
+    """Difference from the control at one scale position, with interval. ``equal``: whether both reach the KL level."""
 
     place: Number
     gain: Number

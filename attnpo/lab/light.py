@@ -13,10 +13,10 @@ DECISIVE = "decisive"
 class LayerRules:
     """Rules for finding a layer with ``weights.layer=auto``.
 
-    ``pairs``: size of the calibration sample, the first training pairs sorted by id. Removing the top-weighted
-    ``shares`` of the tokens is compared with ``draws`` random removals (seeded by ``seed``) of as many tokens at the
-    same positions. An even number of draws cancels the judge's position bias. The search needs
-    pairs x layers x shares x (2 + draws) judge prompts.
+    ``pairs``: size of the calibration sample, which consists of the first training pairs sorted by id. For each of
+    ``shares``, the top-weighted tokens are removed; the effect is compared with that of removing as many random tokens
+    at similar positions, averaged over ``draws`` draws seeded by ``seed``. An even number of draws cancels the judge's
+    position bias. The search needs pairs x layers x shares x (2 + draws) judge prompts.
     """
 
     pairs: int = 64

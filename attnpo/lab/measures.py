@@ -1,4 +1,4 @@
-"""Lab components that a run's config calls before and after training. Imports heavy modules only on use."""
+"""Lab components that run before and after training if the config selects them. Heavy modules are imported lazily."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from attnpo.schema import Json, PreferencePair, check_at_least
 
 @dataclass(frozen=True)
 class AutoLayer(LayerRules):
-    """Finds the layer of ``weights.layer=auto`` (config node ``auto_layer``)."""
+    """Resolves ``weights.layer=auto`` to a layer (config node ``auto_layer``)."""
 
     def resolve_layer(self, source: Any, readers: Any, train: Any) -> tuple[Any, Mapping[str, object] | None]:
         """Replaces ``layer=auto`` with the layer found on ``train``; returns the weights and a record of the search.
@@ -31,9 +31,9 @@ class AutoLayer(LayerRules):
 class DriftSettings:
     """Settings of the drift measurement, which uses the first pairs sorted by id or prompt (config node ``drift``).
 
-    ``pairs``: number of validation pairs for the KL by token; 0 measures nothing. ``train_pairs``: number of training
-    pairs for the ranking accuracy. ``answers``: number of answers sampled from the policy for the KL by token, only in
-    settings with a ``truth``.
+    ``pairs``: number of validation pairs for the KL by token; 0 turns the measurement off. ``train_pairs``: number of
+    training pairs for the ranking accuracy. ``answers``: number of answers sampled from the policy for the KL by token,
+    only in settings with a ``truth``.
     """
 
     pairs: int = 0
@@ -46,7 +46,7 @@ class DriftSettings:
 
     def unused_keys(self) -> dict[str, str]:
         """Lists config keys that have no effect, with reasons."""
-        return {} if self.pairs else dict.fromkeys(("train_pairs", "answers"), "drift.pairs=0 measures nothing")
+        return {} if self.pairs else dict.fromkeys(("train_pairs", "answers"), "drift.pairs=0 turns measuring off")
 
     def measure(
         self,

@@ -71,7 +71,7 @@ class Run:
 
     @cached_property
     def samples(self) -> pandas.DataFrame:
-        """Returns sample answers to validation prompts: prompt, policy, reference. Empty if the run has none."""
+        """Returns sample answers to validation prompts: prompt, policy, reference. Empty if the run saved none."""
         return _make_frame(read_sample_answers(self.path), ["prompt", "policy", "reference"])
 
     @cached_property
@@ -133,7 +133,7 @@ class StudyResults:
     ``state``: progress of an unfinished study; empty for a finished one. ``notes``: notes below the tables, and remarks
     about files that are skipped, unfinished or unchecked. ``printed``: printed tables with titles. ``rows``: runs with
     metrics; for an unfinished study, the runs so far, without grid values. ``record``: content of study.json.
-    ``setting``: setting that the points were composed with.
+    ``setting``: setting used to compose the points.
     """
 
     path: Path
@@ -268,7 +268,7 @@ class StudyResults:
         points = group_by_point([(point, result) for point, result, _ in self.finished_points()])
         if not points or not has_truth(points):
             why = "all of its points are damaged or missing" if not points else "its setting has no known reward"
-            raise UserError(f"{self.path}: {why}, so there is no reward against KL; see study.points")
+            raise UserError(f"{self.path}: {why}, so there are no rewards to compare with KL; see study.points")
         found: dict[tuple[str, str], list[PointResults]] = {}
         for point in points:
             found.setdefault((point.arm.world, point.arm.name), []).append(point)
@@ -343,7 +343,7 @@ def check_point_folders(folder: Path) -> dict[Path, str | None]:
 
 
 def read_printed_tables(path: Path) -> tuple[list[tuple[str, TableBlock]], list[str]]:
-    """Reads a study's printed tables with their titles, and the text around them. Raises UserError without tables."""
+    """Reads a study's printed tables with titles, and the surrounding text. Raises UserError if there is no table."""
     blocks = [(section.title, block) for section in read_tables(path) for block in section.blocks]
     tables = [(block.caption or title, block) for title, block in blocks if isinstance(block, TableBlock)]
     if not tables:
@@ -507,5 +507,5 @@ def _arm_columns(world: str, arm: str) -> dict[str, object]:
 
 
 def _make_frame(rows: Sequence[Mapping[str, object]], columns: Sequence[str] = ()) -> pandas.DataFrame:
-    """Builds a frame with all columns that occur in any row; with ``columns`` if there are no rows."""
+    """Builds a frame with all columns that occur in any row, or with ``columns`` if there are no rows."""
     return pandas.DataFrame([dict(row) for row in rows], columns=None if rows else list(columns))

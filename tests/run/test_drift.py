@@ -106,7 +106,7 @@ def test_without_a_truth_the_pairs_are_measured(world: World, tmp_path: Path) ->
     assert set(result.drift["ranking_accuracy"]) == {"train", "validation"}
     assert "truth" not in result.drift["pairs"]
     plain = world.config("callbacks=none")
-    assert plain.drift.unused_keys()["answers"] == "drift.pairs=0 measures nothing"
+    assert plain.drift.unused_keys()["answers"] == "drift.pairs=0 turns measuring off"
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ GRADED = "a study's folder has no scores of graded answers"
 
 @dataclass(frozen=True)
 class ResultTable:
-    """Table of our results that printed rows are joined to, with the names of its settings (empty if unknown)."""
+    """Table of our results to join with a paper's rows. ``settings``: names of its settings, empty if unknown."""
 
     table: KeyedTable
     settings: frozenset[str]
@@ -46,9 +46,9 @@ class ResultTable:
 def write_folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], output: Path, mark: str) -> None:
     """Prints the tables of finished folders and writes them, with the studies' figures, to ``output``.
 
-    ``kind``: "study" or "run"; empty detects it per folder. ``printed``: CSV files of a paper's numbers; rows with the
-    setting of a study or run are shown in a table below the study's or run's own. ``mark``: digest of the command.
-    Raises UserError for a folder that is not of the given kind.
+    ``kind``: "study" or "run"; empty detects it per folder. ``printed``: CSV files of a paper's numbers; rows for the
+    setting of a study or run are shown in a separate table below its own. ``mark``: digest of the command. Raises
+    UserError for a folder that is not of the given kind.
     """
     kinds = [kind or folder_kind(folder) for folder in folders]
     studies = [read_study(folder) for folder, one in zip(folders, kinds, strict=True) if one == STUDY]
@@ -197,7 +197,7 @@ def join_printed_rows(ours: Sequence[ResultTable], path: Path) -> tuple[list[Key
 
 
 def read_printed_rows(path: Path, table: KeyedTable) -> PublishedTable:
-    """Reads a file of printed numbers keyed by our columns; falls back to its methods if it has no arms (or runs).
+    """Reads a file of printed numbers, keyed by our columns; methods replace arms or runs if the file has none.
 
     Raises UserError if the file has neither column.
     """

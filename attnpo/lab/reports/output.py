@@ -31,11 +31,11 @@ def publish_report(
     by: str | None = None,
     why: str = "",
 ) -> None:
-    """Prints the tables and notes, and writes STEM.md, STEM.tex, STEM.csv and report.html with ``sections`` below.
+    """Prints the tables and notes, and writes STEM.md, STEM.tex, STEM.csv and report.html with added ``sections``.
 
     The CSV contains all tables: one column names the table, and cells in the columns of other tables are empty.
-    ``mark``: digest of the command. ``by``: tables with this column are split by its values and the parts printed side
-    by side. ``why``: explanation to print if some of a paper's columns have no counterpart in our tables.
+    ``mark``: digest of the command. ``by``: tables with this column are split by its values, and the parts are printed
+    side by side. ``why``: explanation to print if some of a paper's columns have no counterpart in our tables.
     """
     notes = [*dict.fromkeys(notes), *unmatched_column_notes(tables, why)]
     below = [Section("Notes", [Paragraph(line) for line in notes])] if notes else []
@@ -96,7 +96,7 @@ def drop_constant_columns(table: KeyedTable) -> KeyedTable:
 
 
 def unmatched_column_notes(tables: Sequence[KeyedTable], why: str) -> list[str]:
-    """Returns a note about a paper's columns that our tables lack, followed by ``why``; empty if there are none."""
+    """Returns a note on a paper's columns that are missing from our tables, followed by ``why``, if there are any."""
     lacking = dict.fromkeys(name for table in tables for name in unmatched_columns(table))
     reason = f": {why}" if why else ""
     return [f"printed columns that our tables lack: {', '.join(lacking)}{reason}"] if lacking else []
@@ -105,7 +105,7 @@ def unmatched_column_notes(tables: Sequence[KeyedTable], why: str) -> list[str]:
 def check_output_folder(folder: Path, mark: str, *, instead: str = "name= to another folder below `output`") -> None:
     """Checks that a folder is empty or contains an earlier report of the same command.
 
-    ``instead``: option to set and its value, for the advice in the error message.
+    ``instead``: the KEY=VALUE that the error message suggests.
 
     Raises:
         UserError: the folder is unreadable or contains anything else.

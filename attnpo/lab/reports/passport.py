@@ -1,8 +1,8 @@
-"""Judge passport: measures how good a judge's verdicts and attention are, on labelled pairs and before training.
+"""Judge passport: measures the quality of a judge's verdicts and attention on labelled pairs, before training.
 
 Margins are log-odds (nats) of the chosen answer's label over the rejected answer's label. A matrix of margins has one
-row per pair: the first column is for the chosen answer shown first, the second for the chosen answer shown second. The
-verdict on a pair is the mean of its two margins.
+row per pair and one column per order: the chosen answer is shown first in the first column and second in the second
+column. The verdict on a pair is the mean of its two margins.
 """
 
 import json
@@ -104,7 +104,7 @@ def write_passport(cfg: PassportConfig) -> Path:
         if not any(found.pairs for found in pairs.values()):
             rows = sum(found.read for found in pairs.values())
             raise UserError(
-                f"passport: expected labelled pairs, got none from {rows} rows of both splits: check data.path, "
+                f"passport: expected labelled pairs, but found none in {rows} rows of both splits; check data.path, "
                 "data.train_rows and data.columns"
             )
         encoded = encode_splits(pairs, base, run.lengths).encoded
@@ -183,7 +183,7 @@ class JudgedSample:
 
 
 def draw_sample(pairs: Sequence[PreferencePair], count: int, seed: int) -> list[PreferencePair]:
-    """Draws ``count`` distinct pairs with ``seed``, regardless of order; returns all pairs if there are fewer."""
+    """Draws ``count`` distinct pairs with ``seed``, or all if there are fewer; their order does not affect the draw."""
     unique = {pair.pair_id: pair for pair in pairs}
     return [unique[pair_id] for pair_id in sorted(unique, key=lambda pair_id: digest([seed, pair_id]))[:count]]
 
@@ -256,16 +256,18 @@ def measure_judge(
     ``grammar``: grammar of the pairs if their true reward is known, else None. Keys of the result:
 
     - ``no_label``: share of verdicts whose most likely token is not a label.
-    - ``label_mass``, ``label_mass_low``: probability of both labels at the verdict position, mean and lowest decile.
-    - ``written``: most likely tokens at that position as text, with the number of prompts.
-    - ``answer_tokens``: share of a prompt's tokens that belong to the answers, and so their share of uniform attention.
-    - ``full``: mean log-odds of the judge's verdict on whole responses; no drop can be larger.
+    - ``label_mass``, ``label_mass_low``: mean and lowest decile of the probability of both labels at the verdict
+      position.
+    - ``written``: most likely tokens at that position as text, with the number of prompts for each.
+    - ``answer_tokens``: share of a prompt's tokens that belong to the answers, which is also their share of uniform
+      attention.
+    - ``full``: mean log-odds of the judge's verdict on whole responses, an upper bound on the drop.
     - ``coverage``, ``source_coverage``: shares of the training tokens, and of the judge's tokens, that are aligned.
     - ``cost``: cost of a judge pass over all pairs; ``removals`` counts the extra prompts with removed tokens.
     - ``rows``, ``data``: number of rows read, and number of rows dropped before judging, by reason.
     - ``counts``: how often anything in the sample was truncated, skipped or flagged, by kind.
-    - ``truth``: label errors and verdict accuracy by the true reward, and the share of uniform weights on decisive
-      tokens.
+    - ``truth``: label errors and verdict accuracy according to the true reward, and the share of uniform weights on
+      decisive tokens.
     """
     judge, read, pool = judged.judge, list(judged.captured_by_id.values()), pool_splits(encoded)
     rounds = [item for pair in read for item in pair.rounds]
@@ -370,11 +372,12 @@ def measure_layer_attention(
 def measure_removal(
     ranked: Mapping[int, Rankings], judged: JudgedSample, settings: PassportSettings
 ) -> tuple[dict[int, dict[str, Any]], float, int]:
-    """Measures for each layer how much the verdict falls without the top-weighted tokens and without random tokens.
+    """Measures how much the verdict depends on each layer's top-weighted tokens, compared with random tokens.
 
-    Returns the results by layer, the mean log-odds on whole responses, and the number of prompts. ``fall``, ``random``:
-    drop in the verdict's log-odds (nats) without the top-weighted tokens, and without random tokens at the same
-    positions, as means over shares. ``gain``: their difference, with an interval that holds for all layers jointly.
+    Returns the results by layer, the mean log-odds on whole responses, and the number of prompts. ``fall``: drop in the
+    verdict's log-odds (nats, mean over shares) when the top-weighted tokens are removed. ``random``: drop when random
+    tokens at similar positions are removed instead. ``gain``: their difference, with an interval that holds for all
+    layers jointly.
     """
     removal = RemovalSettings(settings.shares, settings.draws, settings.seed, (RemovalMode.REMOVE,))
     sample, judge, prompts = judged.shown[: settings.removal_pairs], judged.loaded.model, judged.loaded.prompts
@@ -530,9 +533,9 @@ def assess_judge(
 ) -> JudgeAssessment:
     """Rates the judge by ``RULE``.
 
-    ``gains``: for each layer, how much more the verdict falls without the top-weighted tokens than without random ones;
-    empty if not measured, which does not lower the rating. ``left``: number of labelled pairs that are not in the
-    sample. ``problem``: a further reason for doubt.
+    ``gains``: for each layer, how much more the verdict's log-odds drop when the top-weighted tokens are removed than
+    when random tokens are. Empty if this was not measured, which does not lower the rating. ``left``: number of
+    labelled pairs that are not in the sample. ``problem``: a further reason for doubt.
     """
     standing, silent = judge_standing(verdicts), is_silent(verdicts)
     tied = [layer for layer, gain in gains.items() if gain.low > 0]
@@ -542,12 +545,12 @@ def assess_judge(
     if silent:
         reasons.append(f"{100 * verdicts.other_tokens:.0f} % of its verdicts name no label")
         advice.append(
-            "try another prompt or other labels (judge=..., judge.template_file, judge.labels): the judge does not "
-            "answer as asked"
+            "try a different prompt or different labels (judge=..., judge.template_file, judge.labels), because the "
+            "judge does not answer as asked"
         )
     depends = "depends on the top-weighted tokens more than on random ones"
     if not gains:
-        reasons.append("whether the verdict depends on the attended tokens was not measured (passport.removal_pairs=0)")
+        reasons.append("the verdict's dependence on the attended tokens was not measured (passport.removal_pairs=0)")
     elif tied:
         which = f"in {len(tied)} of {len(gains)} layers ({', '.join(map(str, tied))})"
         reasons.append(f"its verdict {depends} {which}")
@@ -582,7 +585,7 @@ OF_VERDICTS = {
 
 
 def passport_sections(found: Passport, *, short: bool = False) -> list[Section]:
-    """Returns the passport as page sections, rating first. ``short``: whether to fit a terminal of 80 columns."""
+    """Returns the passport as page sections, rating first. ``short``: whether to fit an 80-column terminal."""
     shown = [
         _assessment_section(found["judgement"], short),
         _verdicts_section(found),

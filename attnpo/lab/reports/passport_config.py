@@ -15,9 +15,9 @@ class PassportSettings:
     """Settings of the passport: the data to judge and the layers and statistics to measure (config node ``passport``).
 
     ``pairs``: number of pairs drawn by ``seed`` from both splits. ``removal_pairs``: number of these pairs that are
-    judged again without the top-weighted ``shares`` of the tokens (0: none), and without random tokens at the same
-    positions (``draws`` times); an even number of draws cancels the judge's position bias. ``layers``: layers to
-    measure; empty means all layers with attention. ``bins``: number of confidence bins.
+    judged again with tokens removed; 0 skips this. Removing the top-weighted ``shares`` of the tokens is compared with
+    removing random tokens at similar positions, ``draws`` times; an even number of draws cancels the judge's position
+    bias. ``layers``: layers to measure; empty means all layers with attention. ``bins``: number of confidence bins.
     """
 
     pairs: int = 256
@@ -64,6 +64,6 @@ class PassportConfig(FitConfig):
         return digest({key: value for key, value in self.values.items() if key not in PLACES})[:16]
 
     def report_folder(self) -> Path:
-        """Returns the folder below ``output``: ``name`` if set, else named by setting and command digest."""
+        """Returns the report's folder below ``output``, named ``name`` or after the setting and command digest."""
         setting = self.composed.choices.get("setting", "setting")
         return Path(self.output) / (self.name or f"passport-{setting}-{self.command_digest()[:8]}")

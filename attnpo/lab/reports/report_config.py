@@ -43,7 +43,7 @@ class ReportConfig(FitConfig):
         if not isinstance(self.layers, str) and twice:
             raise UserError(f"layers: expected each layer once, got {twice[0]} more than once")
         if self.min_count < 1 or self.top < 1 or self.heat_maps < 0 or self.explorer < 0:
-            raise UserError("min_count and top must be at least 1, heat_maps and explorer at least 0")
+            raise UserError("min_count and top must be at least 1, and heat_maps and explorer at least 0")
         for path in printed_files(self.printed):
             if not path.is_file():
                 raise UserError(f"printed={path}: expected a CSV file, but it does not exist")

@@ -60,7 +60,7 @@ Cells = dict[str, Cell]
 
 
 def column_name(result: EvaluationResult, score: str) -> str:
-    """Returns a score's column name: the paper's, else the benchmark's (with the score appended if not main)."""
+    """Returns the column name of a score: the paper's if it has one, otherwise one built from benchmark and score."""
     main = score == result.main
     named = PAPER.get((result.benchmark, score)) or (PAPER.get((result.benchmark, MAIN)) if main else None)
     return named or (result.benchmark if main else f"{result.benchmark} {score}")
@@ -133,7 +133,7 @@ class ConditionMismatch:
 
     @property
     def is_comparable(self) -> bool:
-        """Returns whether the scores are comparable despite the differences: all must be in ``OF_ONE_KIND``."""
+        """Returns whether the scores are still comparable, i.e. whether all differences are in ``OF_ONE_KIND``."""
         return all(name in OF_ONE_KIND or name.partition(".")[0] in OF_ONE_KIND for name, _, _ in self.how)
 
     def warning(self) -> str:
@@ -144,7 +144,7 @@ class ConditionMismatch:
         return (
             f"WARNING: {self.benchmark}: conditions for {join_names(self.odd)} differ from those for "
             f"{join_names(self.usual)} ({shown}): "
-            f"{'means are comparable, spreads are not' if self.is_comparable else verdict}"
+            f"{'means are comparable, but spreads are not' if self.is_comparable else verdict}"
         )
 
 
@@ -226,7 +226,7 @@ class Leaderboard:
         return [figure for figure in self.figures if figure.shown]
 
     def rankable_columns(self) -> list[ScoreColumn]:
-        """Returns the columns used for ranks: at least two labels, uniform grading, and a known direction."""
+        """Returns the columns used for ranks. These need at least two labels, uniform grading and a known direction."""
         unfit = {one.benchmark for one in self.mixed if not one.is_comparable}
         return [
             figure
@@ -378,8 +378,8 @@ def join_column_names(figures: Iterable[ScoreColumn]) -> str:
 def main_tables(board: Leaderboard) -> list[KeyedTable]:
     """Builds the paper's main table (means, average rank), and its table over rounds with both kinds of interval.
 
-    Printed means are rounded, with an asterisk if graded differently from most. Rounds are printed as e.g. ``21.90 ±
-    1.57 (t 3.45)``. The CSV has the unrounded numbers.
+    Printed means are rounded and marked with an asterisk if they were graded differently from most. Rounds are printed
+    as e.g. ``21.90 ± 1.57 (t 3.45)``. The CSV has the unrounded numbers.
     """
     ranks, odd = board.mean_ranks(), {(label, one.benchmark) for one in board.mixed for label in one.odd}
     tables = [list[Cells]() for _ in range(4)]
@@ -451,7 +451,7 @@ def spreads_table(board: Leaderboard) -> list[KeyedTable]:
 
 
 def within_noise_table(board: Leaderboard) -> list[KeyedTable]:
-    """Lists pairs of labels whose scores differ by less than the grading noise; empty if there are none.
+    """Builds a table of label pairs whose scores differ by less than the grading noise; empty if no pair does.
 
     Pairs that were graded or answered differently are skipped.
     """
@@ -472,7 +472,7 @@ def within_noise_table(board: Leaderboard) -> list[KeyedTable]:
 
 
 def lengths_table(results: Sequence[EvaluationResult]) -> list[KeyedTable]:
-    """Builds the table of answer lengths by benchmark and label; empty if no evaluation has them."""
+    """Builds the table of answer lengths by benchmark and label; empty if no evaluation recorded lengths."""
     rows: list[Cells] = [
         {
             BENCHMARK: result.benchmark,
@@ -491,7 +491,7 @@ def lengths_table(results: Sequence[EvaluationResult]) -> list[KeyedTable]:
 
 
 def missing_table(results: Sequence[EvaluationResult]) -> list[KeyedTable]:
-    """Builds the table of missing or replaced items by label, benchmark and reason; empty if there are none."""
+    """Builds the table of missing or replaced items by label, benchmark and reason, if there are any such items."""
     rows: list[Cells] = [
         {METHOD: result.label, BENCHMARK: result.benchmark, "reason": reason, "count": count}
         for result in results
@@ -527,7 +527,7 @@ def join_printed_scores(
         left.remove(AVG_RANK)
         lines.append(
             f"{file_label(path)}: average ranks are not compared, because the ranked rows differ ({len(theirs)} "
-            f"there, {len(ranked)} here)"
+            f"in the file, {len(ranked)} here)"
         )
     joined: list[KeyedTable] = []
     for table, names in sorted(zip(tables, shared, strict=True), key=lambda item: -len(item[1])):
@@ -551,7 +551,7 @@ def join_printed_scores(
 
 
 def round_like_printed(table: KeyedTable, names: Sequence[str]) -> KeyedTable:
-    """Rounds our numbers in a joined table to the decimals of the printed numbers, and recomputes the differences."""
+    """Rounds our numbers in a joined table to as many decimals as the printed ones, and recomputes the differences."""
     rows = []
     for row in table.rows:
         told = dict(row)

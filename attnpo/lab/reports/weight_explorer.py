@@ -1,7 +1,7 @@
-"""``report weights explorer=N``: searchable page of the weights of N training pairs, from one or two sources.
+"""``report weights explorer=N``: searchable page with the weights of N training pairs from one or two sources.
 
-The page shows the weights combined over judge rounds, as the objective uses them, and those of each round, which are
-post-processed and aligned separately, before transforms.
+The page shows the weights combined over judge rounds, as the objective uses them. It also shows the weights of each
+round, post-processed and aligned separately but without transforms.
 """
 
 import shlex

@@ -93,8 +93,8 @@ class WeightStatistics:
 def write_weight_report(cfg: ReportConfig, folder: Path, mark: str) -> None:
     """Prints the tables for the weights that ``cfg`` describes, and writes them with heat maps to ``folder``.
 
-    The page shows the heat maps of the first pairs, ``heat-WEIGHTS.svg`` only the first one. Weights missing from the
-    store are computed as for a run, all layers in one judge pass. ``mark``: digest of the command.
+    The page shows the heat maps of the first pairs; ``heat-WEIGHTS.svg`` contains only the first one. Weights missing
+    from the store are computed as for a run, with one judge pass for all layers. ``mark``: digest of the command.
     """
     run, base, readers, built = resolve(cfg)
     texts = encode_splits(read_pairs(run.data, run.weights, base.store), base, run.lengths)
@@ -261,7 +261,7 @@ def weight_tables(
     min_count: int = 100,
     top: int = 10,
 ) -> list[KeyedTable]:
-    """Builds three tables with a row per set of weights (and side, and token): concentration, tokens, sink share.
+    """Builds the tables of concentration, most-weighted tokens and sink share for several sets of weights.
 
     The token table contains all tokens that occur at least ``min_count`` times, regardless of ``top``, so that a
     paper's tokens can be joined. ``piece`` returns a token's text in the vocabulary.
@@ -348,8 +348,8 @@ def weight_notes(measured: Sequence[WeightStatistics], seed: int, min_count: int
 def response_statistics(weights: Float[Tensor, " m"], length: float | int | None = None) -> dict[str, float]:
     """Computes the statistics of one response's weights.
 
-    ``std``: over the tokens of the row, ddof 0. ``mean_length``: ``length``, which is |y| as the source counts it (by
-    default the number of weights). ``effective``: effective number of weights, 1 / sum a^2. ``effective_share``: the
+    ``std``: over the tokens of the row, ddof 0. ``mean_length``: ``length``, i.e. |y| as counted by the source
+    (default: the number of weights). ``effective``: effective number of weights, 1 / sum a^2. ``effective_share``: the
     effective number divided by the number of weights; 1 for uniform weights. ``entropy``: in nats. ``top10_share``:
     share of the top tenth of the tokens (rounded up). ``mass``: sum of the weights. ``uniform``: a token's share under
     uniform weights. ``first``, ``second``, ``third``: shares of the first three tokens, 0 if there are fewer.
@@ -361,7 +361,7 @@ def response_statistics(weights: Float[Tensor, " m"], length: float | int | None
         raise UserError("weight statistics: expected at least one weight, got an empty row; drop empty responses first")
     if not bool(torch.isfinite(weights).all()):
         bad = int((~torch.isfinite(weights)).sum())
-        raise UserError(f"weight statistics: expected finite weights, got {bad} of {count} that are not")
+        raise UserError(f"weight statistics: expected finite weights, but {bad} of {count} are not finite")
     row, shares, effective = weights.double(), absolute_shares(weights), effective_token_count(weights)
     tenth = -(-count // round(1 / TOP_SHARE))  # integer arithmetic: 0.1 * 30 is above 3 in floating point
     return {
@@ -393,8 +393,8 @@ def mean_statistics(statistics: Iterable[Mapping[str, float]]) -> dict[str, floa
 def statistics_row(model: str, side: str, summary: Mapping[str, float]) -> dict[str, str | float | int]:
     """Builds a row of the paper's statistics table (side, model, std, max, mean_length), with our further statistics.
 
-    Every value is a mean over responses: of the std over tokens, the largest weight, and |y|. The paper does not say so
-    for the maximum, but its values are 0.09 to 0.12, and a maximum over all responses would be near 1.
+    All values are means over responses. The paper does not say this of the maximum, but its values are 0.09 to 0.12,
+    whereas the maximum over all responses would be near 1.
     """
     numbers = {name: value for name, value in summary.items() if name not in ("uniform", *SINK)}
     return {"side": side, "model": model, **numbers}

@@ -170,9 +170,9 @@ def make_composer(cfg: FitConfig, study: Study) -> Composer:
 def check_user_overrides(composer: Composer, result: Mapping[str, object]) -> None:
     """Checks that the user's overrides do not conflict with the study.
 
-    The user may override an arm's layer and keys that an arm interpolates (``${...}``): that arm keeps its own value,
-    and the other arms use the user's. ``result``: settings of the composed command that can change its results
-    (``RunIdentity.result``).
+    The user may override the layer and keys that an arm interpolates (``${...}``). An arm that sets such a key keeps
+    its own value; the other arms use the user's. ``result``: settings of the composed command that can change its
+    results (``RunIdentity.result``).
 
     Raises:
         UserError: an override sets a config group that arms select, a key that an arm, a world or the grid sets, or a

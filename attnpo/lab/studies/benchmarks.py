@@ -144,7 +144,7 @@ def measure_benchmarks(
 
 
 def _base_targets(bases: Mapping[WorldSeed, SharedInputs]) -> Iterator[BenchmarkTarget]:
-    """Yields the base model of each world and seed; a base shared between them is only evaluated once."""
+    """Yields the base model of each world and seed; a base that several of them share is evaluated only once."""
     folders = {place: _base_folder(basis) for place, basis in bases.items()}
     for (world, seed), basis in bases.items():
         if basis.model is not None:
@@ -198,7 +198,8 @@ def _evaluate_target(
 def remaining_limits(limits: GradingLimits, grader: Grader, folder: Path) -> dict[str, float]:
     """Returns how much of ``limits.max_cost`` and ``limits.max_calls`` other evaluations have left, by key.
 
-    Outside a study, these limits apply to a single evaluation; in a study, to the total over all sibling folders.
+    Outside a study, these limits apply to a single evaluation. In a study, they apply to the total over all sibling
+    folders.
     """
     if limits.max_cost is None and limits.max_calls is None:
         return {}
@@ -238,7 +239,7 @@ def combine_seed_scores(found: Sequence[EvaluationResult | str]) -> RowScore:
 
 @dataclass(frozen=True)
 class ModelExport:
-    """Best point and the run folder with its model. ``wanted``: whether the user wants checkpoints of all points."""
+    """Best point and the run folder with its model. ``wanted``: whether the user asked for all checkpoints."""
 
     point: Point
     result: RunResult
@@ -302,7 +303,7 @@ def _rerun_points(study: str, exports: list[ModelExport], workers: WorkerSetting
 
 
 def _score_change_warning(export: ModelExport) -> str | None:
-    """Returns a warning if the run that saved the model has other scores than the original run of the point."""
+    """Returns a warning if the scores of the run that saved the model differ from those of the point's original run."""
     again = read_result(export.run)[0]
     pairs = (
         {}
@@ -313,8 +314,8 @@ def _score_change_warning(export: ModelExport) -> str | None:
         if not (math.isclose(was, now, rel_tol=CLOSE, abs_tol=CLOSE) or (math.isnan(was) and math.isnan(now))):
             return (
                 f"WARNING {export.point.label}: when the point was rerun to save its model, {name} was {now:.6g} "
-                f"instead of {was:.6g}; benchmark scores are from the new model, the other columns from the original "
-                f"run"
+                f"instead of {was:.6g}; benchmark scores are from the new model, but the other "
+                f"columns are from the original run"
             )
     return None
 

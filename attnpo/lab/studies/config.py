@@ -83,7 +83,7 @@ class FitConfig(RunConfig):
         return f"{self.study.name}-{self.composed.choices.get('setting', 'setting')}"
 
     def check_combination(self) -> None:
-        """Checks that the components of a single run are compatible; a study's are checked separately for each arm."""
+        """Checks that the components of a single run are compatible; studies are checked separately for each arm."""
         if self.study is None:
             super().check_combination()
 
@@ -114,8 +114,8 @@ class FitConfig(RunConfig):
 class WeighConfig(FitConfig):
     """Root config of ``attnpo.weigh``.
 
-    ``export``: file (.parquet or .jsonl) to write the training pairs' weights to. ``prune``: number of days; if set,
-    the command only deletes from the store the prepared data that no run has opened for this many days.
+    ``export``: file (.parquet or .jsonl) to write the training pairs' weights to. ``prune``: number of days. If set,
+    the command only cleans up the store: it deletes prepared data that no run has opened for this many days.
     """
 
     trains: ClassVar[bool] = False

@@ -161,7 +161,7 @@ def layer_source(source: WeightSource) -> WeightSource:
 def rollout_rankings(
     source: WeightSource, readers: Readers, pool: EncodedSet, sample: list[PreferencePair]
 ) -> Rankings:
-    """Computes rollout weights for ``sample``, post-processed like the study's; judges pairs not yet in the store."""
+    """Computes rollout weights for ``sample``, post-processed like the study's. Judges pairs not yet in the store."""
     own = getattr(layer_source(source), "postprocess", None)
     rollout = Rollout() if own is None else Rollout(postprocess=own)
     weighed = readers.weigh(rollout, sample_as_splits(pool, sample))
@@ -189,7 +189,7 @@ def true_rankings(sample: Sequence[PreferencePair], tokens: Rankings, grammar: G
 
 
 def decisive_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Grammar) -> float:
-    """Returns the share of weight on decisive tokens, averaged over responses that have any; NaN if none does."""
+    """Returns the share of weight on decisive tokens, averaged over responses that contain any; else NaN."""
     shares = []
     for pair in sample:
         for side, row in rows[pair.pair_id].items():

@@ -99,7 +99,7 @@ def _draw_over_layers(
     ylabel: str,
     title: str,
 ) -> bool:
-    """Draws single-layer arms as a curve, others as horizontal lines; returns False if there are too few layers."""
+    """Draws single-layer arms as a curve and others as horizontal lines; returns False if there are too few layers."""
     layer_of = {arm.name: arm.layer for arm in outcome.arms if arm.world == world and arm.layer is not None}
     layers = [
         LayerPoint(layer_of[row], level.score, level.low, level.high, row)

@@ -58,7 +58,7 @@ def _is_control(outcome: Outcome, arm: Arm) -> bool:
 
 
 def training_warnings(best: Mapping[str, PointResults]) -> Iterator[str]:
-    """Yields warnings for arms whose best point left the model unchanged or destroyed it, for any seed."""
+    """Yields warnings for arms whose best point left the model unchanged or destroyed it with any seed."""
     for name, point in best.items():
         for text in dict.fromkeys(result.training_warning for result in point.results if result.training_warning):
             yield f"WARNING: {name}: {text}"
@@ -122,7 +122,7 @@ def _grid_notes(outcome: Outcome) -> Iterator[str]:
 
 
 def _incomplete_points_note(outcome: Outcome) -> Iterator[str]:
-    """Yields a note on grid points that could not be selected, having fewer seeds than others of the same arm."""
+    """Yields a note on grid points that could not be selected because some of their seeds are missing."""
     ran = dict.fromkeys((point.arm.label, point.values) for point, _ in (*outcome.points, *outcome.failed))
     parts = []
     for world in outcome.worlds:
@@ -251,13 +251,13 @@ def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
     if not outcome.has_truth:
         shares = {name: point.mean_metric("val/rewards/accuracies") for name, point in best.items()}
         said = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if not math.isnan(share))
-        yield f"validation pairs ranked as labelled: {said or 'not measured'}; there is no interval, so no claim"
+        yield f"validation pairs ranked as labelled: {said or 'not measured'}; no claim is made without an interval"
         results = (result for point in best.values() for result in point.results)
         yield from dict.fromkeys(result.overlap_warning for result in results if result.overlap_warning)
         return
     if control not in best:
         top = max(best.values(), key=lambda point: point.reward_interval.mean)
-        yield f"highest reward {top.reward_interval.mean:.3f}: {top.arm.name}; there is no control, so no claim"
+        yield f"highest reward {top.reward_interval.mean:.3f}: {top.arm.name}; there is no control, so no claim is made"
         return
     tuned = any(len(points) > 1 for points in outcome.points_by_arm(world).values())
     level = outcome.study.kl_levels[0] if tuned and outcome.study.kl_levels else None
@@ -277,15 +277,15 @@ def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
         yield f"no arm can be compared with {control}"
     elif not tuned:
         apart = ", ".join(f"{name} {point.mean_truth_score('test', 'kl'):.2f}" for name, point in best.items())
-        yield f"each arm has one point and nothing is tuned; KL to the base differs ({apart}), so KL is not equal"
+        yield f"each arm has one point and nothing is tuned; arms are not at equal KL, because KL differs ({apart})"
     elif where:
         away = ", ".join(name for name in best if name not in (*compared, control))
-        yield f"not corrected for the number of arms{f'; not at this KL: {away}' if away else ''}"
+        yield f"the intervals are not corrected for the number of arms{f'; not at this KL: {away}' if away else ''}"
     elif sum(map(len, found.values())) > 1:
         moved = [point.mean_truth_score("test", "kl") for point in best.values()]
         yield (
             f"each arm is at its best point; KL to the base differs ({min(moved):.2f} to {max(moved):.2f}), see the "
-            "tables at equal KL; not corrected for the number of arms"
+            "tables at equal KL; the intervals are not corrected for the number of arms"
         )
     if len(outcome.seeds) == 1:
         yield "one seed: the intervals only cover the choice of prompts, not the noise of training"

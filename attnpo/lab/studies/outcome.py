@@ -164,10 +164,10 @@ class Outcome:
 
     ``measured``: results of the study's analyses by name, world and seed; ``unmeasured``: errors of failed analyses.
     ``costs``: seconds spent once for all arms, by world and seed, if known: "base", "judge" (running judge, verbalizer
-    and scorers on the pairs, summed over all commands) and "scorers" (training, by any command). ``warnings``: problems
-    with the points' inputs. ``benchmarks``: scores by benchmark, then by world and row. ``reads``: cost of the weights
-    by world, seed and arm. ``scorers``: trained scorers by world and seed, then by name; ``lost_scorers``: errors of
-    failed scorers. ``folders``: run folder of each point.
+    and scorers on the pairs, summed over all commands) and "scorers" (training the scorers, in any command).
+    ``warnings``: problems with the points' inputs. ``benchmarks``: scores by benchmark, then by world and row.
+    ``reads``: cost of the weights by world, seed and arm. ``scorers``: trained scorers by world and seed, then by name;
+    ``lost_scorers``: errors of failed scorers. ``folders``: run folder of each point.
     """
 
     study: Study
@@ -331,8 +331,8 @@ class RewardAtKL:
     ``rewards``: rewards on test prompts, one row per seed in ``seeds``. ``kl``: mean KL over seeds; it is below the
     level if no point with a larger KL is better on validation prompts. ``mark``: empty for rewards at the level; ENDS
     if no point of any seed reaches the level (the rewards are those at the end of the path); CHORD if the level falls
-    between the base and a first point with a KL above FAR times the level. ``gap``: for some seed, the KLs of the
-    trained points around the level differ by more than a factor of FAR.
+    between the base and a first point with a KL above FAR times the level. ``gap``: whether, for some seed, the KLs of
+    the trained points around the level differ by more than a factor of FAR.
     """
 
     seeds: tuple[int, ...]

@@ -275,7 +275,7 @@ def _file_links(outcome: Outcome, point: Point) -> dict[str, str]:
 
 
 def answers_sections(outcome: Outcome) -> Iterator[Section]:
-    """Yields sections comparing arms by one pair's weights and a few responses, from the first seed's runs."""
+    """Yields sections that compare the arms' weights on one pair and a few of their responses, for the first seed."""
     for world in outcome.worlds:
         best = outcome.best_points(world)
         kept: dict[str, PageExamples] = {}  # by arm, the control first

@@ -148,7 +148,7 @@ def _pool_rows(place: tuple[str, str, float], rows: Sequence[RecordRow]) -> Inte
 def rliable_scores(records: Sequence[StudyRecord]) -> tuple[Scores, list[str]]:
     """Returns scores in rliable's format (arm -> runs x tasks), and the arms omitted because a score is missing.
 
-    Each seed is a run, and each pair of world and KL level a task. Scores not at their KL level count as missing.
+    Each seed is a run, and each pair of world and KL level is a task. Scores not at their KL level count as missing.
     """
     scores: dict[str, dict[tuple[str, tuple[str, float]], float]] = {}
     for row in (row for record in records for row in record["rows"]):

@@ -261,7 +261,7 @@ def run_study(
                 if isinstance(truth, TruthScorer) and len(seeds) > 1:
                     log.info(
                         "%d seeds, %d prompts, responses per prompt: %d; at equal KL, 80 %% of such studies detect a "
-                        "true difference of %.3f; smaller ones look like ties",
+                        "true difference of %.3f; smaller differences look like ties",
                         *(len(seeds), truth.prompts, truth.samples_per_prompt, truth.smallest_effect(len(seeds))),
                     )
                 if study.benchmarks:

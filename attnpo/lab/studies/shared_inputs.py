@@ -86,8 +86,9 @@ class SharedInputs:
 def prepare_shared_inputs(plan: StudyPlan, seed: int, world: str = ONLY, folder: Path | None = None) -> SharedInputs:
     """Prepares one world and seed: saves base, pairs, scorers and all weights in the store before any point runs.
 
-    Each judge scores the pairs only once per base, regardless of the number of points. If one arm's weights fail, the
-    other arms continue. If ``folder`` is given, the study's analyses run last and save their results there.
+    Each judge scores the pairs only once per base, regardless of the number of points. If one arm's weights cannot be
+    computed, the other arms continue. If ``folder`` is given, the study's analyses run last and save their results
+    there.
 
     Raises:
         Exception: the base, the pairs or the weights of all arms could not be computed; the type depends on the cause.

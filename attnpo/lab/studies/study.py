@@ -70,7 +70,7 @@ PLACES = ("judge.path", "verbalizer.path", "weights.path", "weights.NAME.path")
 
 
 def scorer_names_by_key(overrides: Sequence[str]) -> dict[str, str]:
-    """Returns the names of the scorers used in an arm's overrides, keyed by the config key set to the model path."""
+    """Returns the names of the scorers used in an arm's overrides, keyed by the config key for the model path."""
     parts = (item.partition("=") for item in overrides)
     return {
         key.lstrip("+~"): value.removeprefix(PREFIX)
@@ -260,9 +260,9 @@ class Study:
     each of ``sources`` (options of the config group weights) adds an arm with the same name. ``layers`` splits the arm
     ``layer_arm`` into one arm per layer (numbers, "last" or fractions of depth; layers that coincide on a shallow model
     are merged and logged). ``control`` is the arm that the others are compared with; null turns comparisons off.
-    ``grid`` applies to all arms without an entry in ``grids``. ``shared`` overrides apply to all points, but those of
-    ``truth`` only if the setting has a true reward. ``seeds``: number of consecutive seeds, starting at the run's seed.
-    ``workers``: number of points that run in parallel on a CPU.
+    ``grid`` applies to all arms without an entry in ``grids``. ``shared`` overrides apply to all points; ``truth``
+    overrides apply only if the setting has a true reward. ``seeds``: number of consecutive seeds, starting at the run's
+    seed. ``workers``: number of points that run in parallel on a CPU.
 
     ``worlds`` maps names to overrides: every arm runs in every world, which has its own base, judge pass and
     comparison; ``only_in`` restricts an arm to the listed worlds. ``world_axis`` plots gains against a quantity that
@@ -272,10 +272,10 @@ class Study:
     ``kl_limit``: maximum KL to the base of the point selected to represent an arm. ``kl_levels``: KLs at which rewards
     are compared. ``bisect``: maximum number of additional points to train per arm and seed if the points around a level
     are far apart in KL. ``predictions`` are registered before the runs; ``analyses`` run once per world and seed.
-    ``ranking`` adds a table of average ranks, ``costs`` a table of the cost of weights. ``benchmarks`` (options of the
-    config group) evaluate the base, each arm's best point and the ``published`` models (folders or hub names);
-    ``evaluate`` sets keys of these evaluations, by benchmark or for "all". With ``restart``, a repeated command starts
-    in a new folder instead of reusing finished points.
+    ``ranking`` adds a table of average ranks, and ``costs`` adds a table of the cost of weights. ``benchmarks``
+    (options of the config group) evaluate the base, each arm's best point and the ``published`` models (folders or hub
+    names); ``evaluate`` sets keys of these evaluations, by benchmark or for "all". With ``restart``, a repeated command
+    starts in a new folder instead of reusing finished points.
     """
 
     name: str
@@ -325,7 +325,7 @@ class Study:
         if self.layers and self.control == self.layer_arm:
             yield f"study.control={self.control} is split into layers by study.layers: use another control"
         if self.seeds < 1 or self.workers < 1 or self.bisect < 0:
-            yield "study.seeds and study.workers must be at least 1, study.bisect at least 0"
+            yield "study.seeds and study.workers must be at least 1, and study.bisect at least 0"
         twice = [name for name in self.truth_arms if name in self.arms]
         if twice:
             yield f"{', '.join(twice)} is in both study.arms and study.truth_arms: define it in only one of them"

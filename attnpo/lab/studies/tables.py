@@ -100,7 +100,7 @@ def uneven_training_columns(outcome: Outcome) -> list[str]:
 
 
 def training_amounts(point: PointResults) -> dict[str, int | float]:
-    """Returns the training pairs and optimizer steps of an arm's runs, as means over seeds."""
+    """Returns the numbers of training pairs and optimizer steps of an arm's runs, as means over seeds."""
     means = {"pairs": point.mean_input("pairs"), "steps": fmean(result.steps for result in point.results)}
     return {name: int(value) if value.is_integer() else value for name, value in means.items()}
 

@@ -92,7 +92,7 @@ class TestbedBenchmark:
         return replace(self.sampling, seed=(self.sampling.seed + BASELINE_STREAM) % SEEDS)
 
     def baseline_answers(self) -> Mapping[str, str]:
-        """Returns the baseline's review of each prompt, generated once on the CPU in float32."""
+        """Returns the baseline's review for each prompt, generated once on the CPU in float32."""
         return self._baseline_answers
 
     @cached_property

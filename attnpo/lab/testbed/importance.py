@@ -15,10 +15,10 @@ from attnpo.weights.base import TextSource
 
 @dataclass(frozen=True)
 class TrueImportance(TextSource):
-    """Weight source with 1/k on each of the k tokens that overlap a decisive word, and 0 on all others.
+    """Weight source that puts 1/k on each of the k tokens that overlap a decisive word, and 0 on all others.
 
-    A response without decisive tokens gets equal weights on all tokens that have characters. As with uniform weights,
-    the length |y| is the number of training tokens.
+    A response without decisive tokens gets equal weights on all tokens that contain text. As with uniform weights, the
+    length |y| is the number of training tokens.
     """
 
     grammar: Grammar = field(default_factory=Grammar)

@@ -1,4 +1,4 @@
-"""Component for part scores by forced decoding: the grammar splits the review, and the model scores the parts.
+"""Component that scores a review by forced decoding: the grammar splits it into parts, and the model scores them.
 
 The base is not trained to copy parts, so free decoding would measure its ability to copy.
 """

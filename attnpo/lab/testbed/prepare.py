@@ -2,11 +2,11 @@
 
 A second base can be configured as a judge for the first; it is built by a separate call on demand.
 
-The key of the base covers grammar, recipe, seed and code version; the key of the pairs covers the base's key and the
-pair recipe, so that requesting another number of pairs does not retrain the base. Folders are built under a temporary
-name and renamed when complete and flushed to disk, so that incomplete ones are never seen and processes cannot
-interfere. Each folder contains digests of its files, which are verified before every use; a changed folder is moved
-aside and rebuilt.
+The key of the base covers grammar, recipe, seed and code version. The key of the pairs covers the base's key and the
+pair recipe, so requesting a different number of pairs does not retrain the base. Folders are built under a temporary
+name and renamed once complete and flushed to disk. No process ever sees an incomplete folder, and processes cannot
+interfere with each other. Each folder contains digests of its files, which are verified before every use; a changed
+folder is moved aside and rebuilt.
 """
 
 import hashlib
@@ -180,7 +180,7 @@ def _find_problem(target: Path, base: Path | None) -> str | None:
     """Returns the reason why a folder is damaged or outdated; None if it is intact."""
     problem = describe_change(target)
     if problem is None and base is not None and _read_report(target).get(MADE_FROM) != _content_digest(base):
-        return f"it was made from another {base.name}"
+        return f"it was built from a different {base.name}"
     return problem
 
 
@@ -201,7 +201,7 @@ def _move_aside(target: Path, what: str, problem: str, base: Path | None) -> Pat
 
         raise UserError(
             f"testbed {what}: {target} was changed since it was built ({problem}) and cannot be moved aside ({error}): "
-            "remove it and run again, or set another folder with store=FOLDER"
+            "remove it and run again, or choose a different folder with store=FOLDER"
         ) from error
     if _find_problem(aside, base) is None:  # another process has replaced the damaged folder in the meantime
         aside.rename(target)
@@ -222,8 +222,8 @@ def _warn_if_different(aside: Path, target: Path, what: str) -> None:
     other = sorted(name for name in new.keys() & before.keys() - {REPORT} if new[name] != before[name])
     if other:
         logger.warning(
-            "testbed %s: the rebuilt %s differs from the previous one in %s (because of another torch version, number "
-            "of threads or machine, or because it was damaged): earlier runs on it are not comparable",
+            "testbed %s: the rebuilt %s differs from the previous one in %s (because of a different torch version, "
+            "number of threads or machine, or because it was damaged): earlier runs on it are not comparable",
             what,
             target.name,
             ", ".join(other),

@@ -88,7 +88,7 @@ class BaseRecipe:
 
 @dataclass(frozen=True)
 class SecondRecipe:
-    """Second base that serves as judge for the first, with the same grammar, less training and another vocabulary.
+    """Second base that judges for the first; it has the same grammar but a different vocabulary and less training.
 
     Its seed is the first base's plus `seed_offset`, so that the bases of a study never share a seed.
     """

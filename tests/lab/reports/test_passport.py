@@ -241,7 +241,7 @@ def test_no_pairs(
     assert "has no usable pairs: 1 rows read" in said and "data.columns" in said
     none = {"train": PairSet([]), "val": PairSet([])}
     monkeypatch.setattr("attnpo.lab.reports.passport.read_pairs", lambda *_: none)
-    assert "expected labelled pairs, got none from 0 rows" in refused(world, tmp_path, capsys)
+    assert "expected labelled pairs, but found none in 0 rows" in refused(world, tmp_path, capsys)
 
 
 def test_weights_without_a_judge(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -318,7 +318,7 @@ def test_printed_numbers_stand_beside_ours(tmp_path: Path, capsys: pytest.Captur
     assert (rows["DPO"]["mt_bench printed"], float(rows["DPO"]["mt_bench difference"])) == ("6.73", 5.0 - 6.73)
     assert all("avg_rank printed" not in row or row["avg_rank printed"] == "" for row in rows.values())
     out = " ".join(capsys.readouterr().out.split())
-    assert "average ranks are not compared, because the ranked rows differ (14 there, 3 here)" in out
+    assert "average ranks are not compared, because the ranked rows differ (14 in the file, 3 here)" in out
     assert "skipped rows for other models (llama3_8b_base_sft)" in out
     assert r"\caption{Printed numbers of main\_results/printed.csv next to our scores}" in (
         folder / "scores.tex"

@@ -216,7 +216,7 @@ def test_pairs_of_another_base_are_made_anew(scratch: Path, caplog: pytest.LogCa
     assert prepare("1") == [False, True]  # the same again
     shutil.rmtree(base)
     assert prepare("2") == [False, False]
-    assert ["it was made from another base-x" in line for line in warnings_in(caplog)] == [True]
+    assert ["it was built from a different base-x" in line for line in warnings_in(caplog)] == [True]
 
 
 def test_what_is_built_may_be_read_by_whom_the_umask_allows(built_folders: BuiltFolders) -> None:
