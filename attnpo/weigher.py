@@ -27,7 +27,7 @@ from attnpo.judge.settings import Assembly, Judge, TraceRules
 from attnpo.judge.traces import TraceCache
 from attnpo.judge.verdicts import measure_label_mass
 from attnpo.models.backbone import require_causal_lm
-from attnpo.models.described import check_exact_length, config_vocabulary_size, describe_model, max_positions
+from attnpo.models.description import check_exact_length, config_vocabulary_size, describe_model, max_positions
 from attnpo.models.loading import inspect_model, load_model, load_text_config, load_tokenizer, num_heads_from_config
 from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, UserError, check_choice
 from attnpo.system.machine import inference_device

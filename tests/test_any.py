@@ -43,7 +43,7 @@ REASONS = {
     "display/weighted_pair.py::rows": "columns of a frame, each of its own kind",
     "display/pair_record.py::from_dict": "JSON as it was read, taken apart and checked here",
     "display/weighted_pair.py::from_dict": "JSON as it was read, taken apart and checked here",
-    "models/described.py::_rope_settings": "a model's own configuration, whose numbers are checked where they are read",
+    "models/description.py::_rope_settings": "a model's own configuration, checked where it is read",
     "models/logps.py::forward": "torch gives the autograd context no public type",
     "models/logps.py::backward": "torch gives the autograd context no public type",
     "run/input_summary.py::example_statistics": ACCOUNT,

@@ -60,7 +60,7 @@ from attnpo.data.weighing import REFILL, WeightingResult, load_or_compute_weight
 from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import LabelCheck, RunJudge
 from attnpo.judge.verdicts import JudgeStatistics, LabelMass, TraceStatistics
-from attnpo.models.kept_digests import cached_digest
+from attnpo.models.stored_digests import cached_digest
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, UserError, digest, list_pair_ids
 from attnpo.system.files import flatten
 from attnpo.system.source_digest import PACKAGE, source_digest

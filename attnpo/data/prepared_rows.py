@@ -20,7 +20,7 @@ from typing import IO, Any
 import pyarrow as pa
 from filelock import FileLock, Timeout
 
-from attnpo.models.kept_digests import cached_digest
+from attnpo.models.stored_digests import cached_digest
 from attnpo.schema import UserError
 from attnpo.system.files import (
     WRITING,

@@ -11,7 +11,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import Tally, encode_pair
 from attnpo.data.rules import LengthRules
 from attnpo.judge.base import WeightReader
-from attnpo.models.described import config_vocabulary_size
+from attnpo.models.description import config_vocabulary_size
 from attnpo.models.generate import batch_longest_first
 from attnpo.models.layouts import Layout, padded_layout
 from attnpo.models.loading import load_model, load_text_config, load_tokenizer, resolve_attention, weights_fingerprint

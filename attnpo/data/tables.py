@@ -568,8 +568,8 @@ def _parse_header(header: list[str], mark: str, where: str) -> list[str]:
     other = next((one for one in _NAMED if one != mark and len(names) == 1 and one in names[0]), None)
     if other is not None:
         raise UserError(
-            f"{where}, line 1 is separated by {_NAMED[other]}, not {_NAMED[mark]}: save it with {_NAMED[mark]}"
-            + (", or name it .tsv" if other == "\t" else "")
+            f"{where}, line 1: fields are separated by {_NAMED[other]}, not {_NAMED[mark]}: save the file with "
+            f"{_NAMED[mark]}" + (", or name it .tsv" if other == "\t" else "")
         )
     unnamed = [place for place, name in enumerate(names[1:], 2) if not name]
     if unnamed:

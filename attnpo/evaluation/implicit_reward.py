@@ -505,7 +505,7 @@ def _require_same_tokens(
     Raises:
         UserError: at least one token differs.
     """
-    from attnpo.models.described import config_vocabulary_size
+    from attnpo.models.description import config_vocabulary_size
     from attnpo.models.loading import load_text_config, load_tokenizer
 
     own, other = subject.chat.tokenizer, load_tokenizer(reference, revision)

@@ -152,7 +152,7 @@ def read_chat(
     path: str, revision: str | None, chat_template: str | None, part: str, fold_system: bool = False
 ) -> ChatFormat:
     """Reads a model's chat format; ``part`` is the config node with ``path`` and ``chat_template``, for messages."""
-    from attnpo.models.described import config_vocabulary_size
+    from attnpo.models.description import config_vocabulary_size
     from attnpo.models.loading import load_text_config, load_tokenizer
 
     template = read_template(chat_template, f"{part}.chat_template")

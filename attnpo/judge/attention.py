@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from attnpo.models.backbone import ModelParts
-from attnpo.models.described import attending_layers, backbone_of
+from attnpo.models.description import attending_layers, backbone_of
 from attnpo.models.logps import compute_logits
 from attnpo.models.packed_attention import (
     FAR,

@@ -40,7 +40,7 @@ from attnpo.models.backbone import (
     require_causal_lm,
     vocabulary_size,
 )
-from attnpo.models.described import ModelDescription, attending_layers, backbone_of, max_over_layers
+from attnpo.models.description import ModelDescription, attending_layers, backbone_of, max_over_layers
 from attnpo.models.generate import batch_longest_first
 from attnpo.models.logps import compute_logits
 from attnpo.models.prompt_rows import pack_prompts, row_batches

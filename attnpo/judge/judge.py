@@ -17,7 +17,7 @@ from attnpo.judge.prompts import JudgePromptBuilder
 from attnpo.judge.settings import STOP, TOKEN_BUDGET, Judge
 from attnpo.judge.traces import TRACES, ReasoningJudge, TraceCache, TraceGenerator, trace_key
 from attnpo.judge.verdicts import LabelMass, measure_label_mass
-from attnpo.models.described import config_vocabulary_size, describe_model, max_positions
+from attnpo.models.description import config_vocabulary_size, describe_model, max_positions
 from attnpo.models.generate import extra_end_ids
 from attnpo.models.loading import (
     inspect_model,

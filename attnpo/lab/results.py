@@ -423,7 +423,7 @@ def read_result(folder: Path) -> RunResult:
     try:
         return RunResult.read(path.read_text(encoding="utf-8"))
     except ValueError as problem:
-        raise UserError(f"{path}: expected the result of a run, but it cannot be read ({problem})") from problem
+        raise UserError(f"{path}: cannot be read as a run result ({problem})") from problem
 
 
 def run_row(folder: Path) -> dict[str, Cell]:

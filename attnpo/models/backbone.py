@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from attnpo.models.described import backbone_of
+from attnpo.models.description import backbone_of
 from attnpo.models.logps import LMHead, compute_logits
 from attnpo.schema import UserError
 

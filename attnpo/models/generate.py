@@ -29,7 +29,7 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from attnpo.models.backbone import eval_mode, require_causal_lm
-from attnpo.models.described import check_exact_length, config_vocabulary_size, exact_length
+from attnpo.models.description import check_exact_length, config_vocabulary_size, exact_length
 from attnpo.models.loading import load_config
 from attnpo.models.spec import BATCH_SIZE, TOKEN_BUDGET
 from attnpo.schema import Message, Sampling, UserError, digest

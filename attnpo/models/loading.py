@@ -30,15 +30,15 @@ from transformers.utils import logging as library
 from transformers.utils.peft_utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, find_adapter_config_file
 
 from attnpo.config.named_files import read_template
-from attnpo.models.described import (
+from attnpo.models.description import (
     ModelDescription,
     build_on_meta,
     config_vocabulary_size,
     describe_model,
     values_per_layer,
 )
-from attnpo.models.kept_digests import cached_digest
 from attnpo.models.spec import ModelSpec
+from attnpo.models.stored_digests import cached_digest
 from attnpo.models.trial import check_causal
 from attnpo.schema import UserError, check_choice, digest
 from attnpo.system.files import SEAL, describe_change, has_checksums, parse_json

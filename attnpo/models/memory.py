@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from attnpo.models.backbone import layer_stack, parameter_count
-from attnpo.models.described import backbone_of, build_on_meta, max_over_layers
+from attnpo.models.description import backbone_of, build_on_meta, max_over_layers
 from attnpo.models.loading import DTYPES
 from attnpo.models.lora import expert_tensor_names, target_names
 from attnpo.models.spec import LoraSpec, ModelSpec

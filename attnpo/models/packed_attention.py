@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from attnpo.models.described import backbone_of
+from attnpo.models.description import backbone_of
 from attnpo.schema import UserError
 
 PLAN = "segment_plan"  # keyword argument that carries the plan

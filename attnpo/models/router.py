@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnpo.models.backbone import PROBE_LENGTH, eval_mode, is_materialised, vocabulary_size
-from attnpo.models.described import backbone_of
+from attnpo.models.description import backbone_of
 from attnpo.schema import ModelInputs, UserError
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from attnpo.data.prepared import EncodedTexts, ExampleRecipe, WeightedSplits
 from attnpo.data.rules import LengthRules
 from attnpo.data.weighing import WeightingResult
 from attnpo.display.weighted_pair import WeightedPair, pair_with_weights
-from attnpo.models.described import position_warning
+from attnpo.models.description import position_warning
 from attnpo.models.loading import load_text_config
 from attnpo.models.spec import ModelSpec
 from attnpo.run.identity import make_identity

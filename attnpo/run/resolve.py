@@ -24,8 +24,7 @@ from attnpo.judge.base import WeightReader
 from attnpo.judge.judge import RunJudge
 from attnpo.judge.settings import Judge
 from attnpo.models.compiled import check_backend
-from attnpo.models.described import build_on_meta, check_exact_length
-from attnpo.models.kept_digests import set_digest_folder
+from attnpo.models.description import build_on_meta, check_exact_length
 from attnpo.models.layouts import Layout, padded_layout
 from attnpo.models.loading import (
     load_chat,
@@ -39,6 +38,7 @@ from attnpo.models.lora import describe_adapter_coverage
 from attnpo.models.memory import ModelShape, count_parameters
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import AUTO, ModelSpec
+from attnpo.models.stored_digests import set_digest_folder
 from attnpo.objectives.base import LengthFrom
 from attnpo.run.combinations import needs_layer_search, require_usable_weights
 from attnpo.run.components import JudgePreparer, PreparedJudge, Preparer

@@ -9,8 +9,8 @@ from attnpo.config.compose import MISSING, RootConfig
 from attnpo.data.base import PairReader, PairSource
 from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
 from attnpo.judge.settings import Judge, OtherJudge
-from attnpo.models.kept_digests import CHOICES
 from attnpo.models.spec import ModelSpec
+from attnpo.models.stored_digests import CHOICES
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.terms import AnchorOn
 from attnpo.run.combinations import (

@@ -116,13 +116,13 @@ class LoggerSettings:
 
 @dataclass(frozen=True)
 class CallbackSettings:
-    """Settings of a run's checkpoints, samples and report.
+    """Settings for a run's checkpoints, samples and report.
 
     ``checkpoints``: save ``best/`` and ``last/`` as resumable Hugging Face folders. ``monitor`` selects the best one;
     ``mode`` is min or max, or None for the metric's own direction. ``save_every``: also save ``last/`` at this interval
     in steps. ``export_dtype``: dtype of exported weights; null keeps the model's. ``extra``: Lightning callbacks by
-    ``_target_`` with arguments. ``samples``: number of validation prompts for which policy and reference generate
-    responses.
+    ``_target_`` with arguments. ``samples``: number of validation prompts for which the policy and the
+    reference generate responses.
     """
 
     checkpoints: bool = True

@@ -87,7 +87,7 @@ class SingleVisibleGPU(CUDAAccelerator):
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """Returns GPU 0 once for each of ``devices`` processes."""
+        """Returns a list with GPU 0 repeated ``devices`` times, one entry per process."""
         return [0] * int(str(devices))
 
 

@@ -14,7 +14,7 @@ from attnpo.judge.base import WeightReader
 from attnpo.judge.causal_judge import RewardModel
 from attnpo.judge.judge import AttentionReader
 from attnpo.judge.layers import Depth
-from attnpo.models.described import config_vocabulary_size
+from attnpo.models.description import config_vocabulary_size
 from attnpo.models.generate import extra_end_ids, make_chat_generator, max_sequence_length
 from attnpo.models.loading import (
     inspect_model,

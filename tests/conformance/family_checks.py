@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnpo.judge.base import JudgeReading
 from attnpo.judge.causal_judge import CausalJudge, kernel_for
-from attnpo.models.described import ModelDescription
+from attnpo.models.description import ModelDescription
 from attnpo.models.layouts import LAYOUTS, Layout, Sequences, padded_layout
 from attnpo.models.loading import inspect_model, load_config, load_model
 from attnpo.models.memory import ModelShape

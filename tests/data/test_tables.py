@@ -249,7 +249,7 @@ def test_further_columns_go_with_the_pair(tmp_path: Path) -> None:
         (b"p,a,b\nq,c,d\n", r'the first line of data.path=.*has no column "chosen", "rejected"; .* found: a, b, p;'),
         (b"prompt,chosen,chosen\np,a,b\n", "line 1 repeats chosen: give every column a unique name"),
         (b"prompt,,rejected\np,a,b\n", "line 1 has no name for column 2: the first line must name every column"),
-        (b"prompt;chosen;rejected\np;a;b\n", "line 1 is separated by semicolons, not commas: save it with commas"),
+        (b"prompt;chosen;rejected\np;a;b\n", "line 1: fields are separated by semicolons, not commas: save the file"),
         (b"prompt\tchosen\trejected\np\ta\tb\n", r"separated by tabs, not commas: .*, or name it \.tsv"),
         (HEADER + "p,caf\xe9,b\n".encode("latin-1"), r'line 2 is not UTF-8 \(byte 0xe9\): .* "CSV UTF-8"'),
         ((HEADER + b"p,a,b\n").decode().encode("utf-16"), r"line 1 is not UTF-8 \(byte 0xff\)"),

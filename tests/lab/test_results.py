@@ -143,7 +143,7 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"it does not exist"):
             load(tmp_path / "nowhere")
     (run / "result.json").write_text('{"seed": 1}')
-    with pytest.raises(UserError, match=r"expected the result of a run, but it cannot be read"):
+    with pytest.raises(UserError, match=r"cannot be read as a run result"):
         attnpo.load_run(run)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaConfig
 
 from attnpo.judge.causal_judge import CausalJudge, kernel_for
-from attnpo.models.described import check_exact_length, describe_model, exact_length, max_positions, position_warning
+from attnpo.models.description import check_exact_length, describe_model, exact_length, max_positions, position_warning
 from attnpo.models.generate import context_length
 from attnpo.models.loading import inspect_model, load_model, num_heads
 from attnpo.models.memory import ModelShape, count_parameters

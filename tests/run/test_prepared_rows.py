@@ -21,7 +21,7 @@ from attnpo.data.prepared_rows import (
     record_log_lines,
     repeat_log_lines,
 )
-from attnpo.models import kept_digests
+from attnpo.models import stored_digests
 from attnpo.schema import UserError
 from attnpo.system.files import WRITING
 
@@ -30,7 +30,7 @@ BATCH = pa.RecordBatch.from_pydict({"number": list(range(1000))})
 
 @pytest.fixture(autouse=True)
 def read_every_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_digests, "_places", [])
+    monkeypatch.setattr(stored_digests, "_places", [])
 
 
 def open_or_make(store: Path, made: list[str] | None = None, of: int = 0) -> PreparedRows:

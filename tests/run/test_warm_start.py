@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.models import kept_digests, loading
+from attnpo.models import loading, stored_digests
 from attnpo.run import models as policies_room
 from attnpo.run.run import run
 from attnpo.schema import UserError
@@ -53,16 +53,16 @@ class Calls:
 
     def start_anew(self) -> None:
         """What a new process knows: nothing but what lies in the store."""
-        kept_digests._known.clear()
+        stored_digests._known.clear()
         for seen in (self.loads, self.trials, self.hashed):
             seen.clear()
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    monkeypatch.setattr(kept_digests, "LARGE", 0)
-    monkeypatch.setattr(kept_digests, "SETTLED", 0)
-    monkeypatch.setattr(kept_digests, "_known", {})
+    monkeypatch.setattr(stored_digests, "LARGE", 0)
+    monkeypatch.setattr(stored_digests, "SETTLED", 0)
+    monkeypatch.setattr(stored_digests, "_known", {})
     return Calls(monkeypatch)
 
 

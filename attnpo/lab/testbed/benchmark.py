@@ -97,7 +97,7 @@ class TestbedBenchmark:
 
     @cached_property
     def _baseline_answers(self) -> Mapping[str, str]:
-        from attnpo.models.described import config_vocabulary_size
+        from attnpo.models.description import config_vocabulary_size
         from attnpo.models.generate import make_chat_generator
         from attnpo.models.loading import load_model, load_text_config, load_tokenizer
         from attnpo.text.chat import ChatFormat

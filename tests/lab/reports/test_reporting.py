@@ -531,7 +531,7 @@ def test_folders_that_hold_nothing_are_named(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "result.json").write_text("{")
     assert folder_kind(tmp_path / "broken") == "run"
-    with pytest.raises(UserError, match="expected the result of a run, but it cannot be read"):
+    with pytest.raises(UserError, match="cannot be read as a run result"):
         report_on(tmp_path, [str(tmp_path / "broken")])
     assert not (tmp_path / "r").exists()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.models import kept_digests
-from attnpo.models.kept_digests import cached_digest, set_digest_folder
+from attnpo.models import stored_digests
+from attnpo.models.stored_digests import cached_digest, set_digest_folder
 from attnpo.system.files import file_digest
 
 BYTES = b"weights" * 10
@@ -25,11 +25,11 @@ def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path
         seen.append(file)
         return file_digest(file)
 
-    monkeypatch.setattr(kept_digests, "file_digest", count)
-    monkeypatch.setattr(kept_digests, "LARGE", 0)
-    monkeypatch.setattr(kept_digests, "SETTLED", 0)
-    monkeypatch.setattr(kept_digests, "_places", [])
-    monkeypatch.setattr(kept_digests, "_known", {})
+    monkeypatch.setattr(stored_digests, "file_digest", count)
+    monkeypatch.setattr(stored_digests, "LARGE", 0)
+    monkeypatch.setattr(stored_digests, "SETTLED", 0)
+    monkeypatch.setattr(stored_digests, "_places", [])
+    monkeypatch.setattr(stored_digests, "_known", {})
     set_digest_folder(tmp_path / "store" / "digests")
     yield seen
 
@@ -43,7 +43,7 @@ def model(tmp_path: Path) -> Path:
 
 def start_anew(folder: Path, **more: bool) -> None:
     """What a new process knows: nothing but what lies in the store."""
-    kept_digests._known.clear()
+    stored_digests._known.clear()
     set_digest_folder(folder / "store" / "digests", **more)
 
 
@@ -112,9 +112,9 @@ def test_every_part_of_the_key_counts(
     field: str, model: Path, tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached_digest(model)
-    facts = kept_digests._file_facts(model)
+    facts = stored_digests._file_metadata(model)
     other = str(model.with_name("other")) if field == "path" else int(facts[field]) + 1
-    monkeypatch.setattr(kept_digests, "_file_facts", lambda file: {**facts, field: other})
+    monkeypatch.setattr(stored_digests, "_file_metadata", lambda file: {**facts, field: other})
     start_anew(tmp_path)
     cached_digest(model)
     assert len(reads) == 2
@@ -124,8 +124,8 @@ def test_every_part_of_the_key_counts(
 def test_file_systems_without_inodes_or_ctime_keep_nothing(
     nothing: str, model: Path, tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = kept_digests._file_facts(model)
-    monkeypatch.setattr(kept_digests, "_file_facts", lambda file: {**facts, nothing: 0})
+    facts = stored_digests._file_metadata(model)
+    monkeypatch.setattr(stored_digests, "_file_metadata", lambda file: {**facts, nothing: 0})
     cached_digest(model)
     start_anew(tmp_path)
     cached_digest(model)
@@ -135,7 +135,7 @@ def test_file_systems_without_inodes_or_ctime_keep_nothing(
 def test_a_file_that_changed_just_now_is_hashed_by_the_next_process_too(
     model: Path, tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_digests, "SETTLED", 3600 * 10**9)
+    monkeypatch.setattr(stored_digests, "SETTLED", 3600 * 10**9)
     cached_digest(model)
     start_anew(tmp_path)
     cached_digest(model)
@@ -150,13 +150,13 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
         overwrite(file)
         return found
 
-    monkeypatch.setattr(kept_digests, "file_digest", disturb)
+    monkeypatch.setattr(stored_digests, "file_digest", disturb)
     cached_digest(model)
     assert not (tmp_path / "store").exists()
 
 
 def test_small_files_leave_no_record(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_digests, "LARGE", len(BYTES) + 1)
+    monkeypatch.setattr(stored_digests, "LARGE", len(BYTES) + 1)
     cached_digest(model)
     assert not (tmp_path / "store").exists()
 
@@ -199,7 +199,9 @@ def test_many_writers_leave_whole_records(tmp_path: Path, reads: list[Path]) -> 
     with ThreadPoolExecutor(8) as pool:
         list(
             pool.map(
-                lambda turn: kept_digests._hash_and_store(files[turn % 8], kept_digests._file_facts(files[turn % 8])),
+                lambda turn: stored_digests._hash_and_store(
+                    files[turn % 8], stored_digests._file_metadata(files[turn % 8])
+                ),
                 range(64),
             )
         )

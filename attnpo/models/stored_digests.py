@@ -31,14 +31,14 @@ def set_digest_folder(folder: Path, *, full: bool = False) -> None:
 
 def cached_digest(file: Path) -> str:
     """Returns a file's SHA-256 from the cache, or hashes the file, at most once per process and file state."""
-    facts = _file_facts(file)
+    facts = _file_metadata(file)
     key = tuple(facts.values())
     if key not in _known:
         _known[key] = _read_cached_digest(facts) or _hash_and_store(file, facts)
     return _known[key]
 
 
-def _file_facts(file: Path) -> dict[str, str | int]:
+def _file_metadata(file: Path) -> dict[str, str | int]:
     found = file.stat()
     # A copy may preserve size and modification time, but not inode and change time.
     return {
@@ -74,7 +74,7 @@ def _read_cached_digest(facts: dict[str, str | int]) -> str | None:
 def _hash_and_store(file: Path, facts: dict[str, str | int]) -> str:
     place, settled = _record_path(facts), time.time_ns() - int(facts["ctime_ns"]) > SETTLED
     found = file_digest(file)
-    if place is not None and settled and _file_facts(file) == facts:
+    if place is not None and settled and _file_metadata(file) == facts:
         with suppress(OSError):  # full disk or read-only store: the file is hashed again next time
             place.parent.mkdir(parents=True, exist_ok=True)
             write_record(place, {**facts, "sha256": found})
