@@ -44,7 +44,7 @@ def weigher(world: World) -> Weigher:
 
 
 @pytest.fixture(scope="module")
-def weighed(weigher: Weigher) -> WeightedPair:
+def weighted_pair(weigher: Weigher) -> WeightedPair:
     return weigher(*PAIR)
 
 
@@ -133,15 +133,15 @@ def test_the_defaults_are_those_of_the_configs() -> None:
     assert isinstance(source, Attention) and Attention() == source
 
 
-def test_rounds_are_read_one_by_one(weigher: Weigher, world: World, weighed: WeightedPair) -> None:
-    first, second = weighed.at(round=1), weighed.at(round=2)
-    assert [len(one.verdicts) for one in (weighed, first, second)] == [2, 1, 1]
+def test_rounds_are_read_one_by_one(weigher: Weigher, world: World, weighted_pair: WeightedPair) -> None:
+    first, second = weighted_pair.at(round=1), weighted_pair.at(round=2)
+    assert [len(one.verdicts) for one in (weighted_pair, first, second)] == [2, 1, 1]
     assert [one.verdicts[0].chosen_is_a for one in (first, second)] == [True, False]
     assert not torch.allclose(first.chosen.weights, second.chosen.weights)
     alone = Weigher(world.model, template="judge/testbed.txt", max_length=512, both_orders=False, device="cpu")(*PAIR)
     torch.testing.assert_close(alone.chosen.weights, first.chosen.weights)
     with pytest.raises(UserError, match=r"at\(round=3\): expected a judge round from 1 .* to 2"):
-        weighed.at(round=3)
+        weighted_pair.at(round=3)
 
 
 # ------------------------------------------------------------------------------------------------ ways to call it
@@ -157,9 +157,9 @@ def test_weights_that_no_training_token_gets_are_warned_of_once(
 ) -> None:
     """Joins the last full stop with what follows it in the judge's prompt, unless ids are spliced in."""
     weigher = Weigher(world.model, template="judge/testbed.txt", assembly=assembly, max_length=512)
-    weighed = weigher(*PAIR)
+    weighted_pair = weigher(*PAIR)
     weigher(*PAIR)
-    kept = [float(side.weights.sum()) for side in (weighed.chosen, weighed.rejected)]
+    kept = [float(side.weights.sum()) for side in (weighted_pair.chosen, weighted_pair.rejected)]
     warned = [line for line in warnings_in(caplog) if "kept mass" in line]
     assert (min(kept) < 0.9) == (assembly == "text") and len(warned) == (assembly == "text")
     if warned:
@@ -179,10 +179,10 @@ def test_a_judge_that_would_write_something_else_is_warned_of_once(
         with torch.no_grad():
             model.lm_head.weight.zero_()
             model.lm_head.weight[labels] = torch.stack([torch.ones(32), -torch.ones(32)]) * 100
-    weighed = weigher(*PAIR)
+    weighted_pair = weigher(*PAIR)
     weigher(*PAIR)
     masses = []
-    for prompt in weigher.prompts.build(weighed.pair):
+    for prompt in weigher.prompts.build(weighted_pair.pair):
         with torch.no_grad():
             masses.append(model(torch.tensor([prompt.input_ids])).logits[0, -1].softmax(-1)[labels].sum())
     share = float(torch.stack(masses).mean())
@@ -194,7 +194,7 @@ def test_a_judge_that_would_write_something_else_is_warned_of_once(
         assert "prefill, template and labels" in warned[0]
 
 
-def test_texts_messages_lists_and_rows_are_one_pair(weigher: Weigher, weighed: WeightedPair) -> None:
+def test_texts_messages_lists_and_rows_are_one_pair(weigher: Weigher, weighted_pair: WeightedPair) -> None:
     prompt, chosen, rejected = PAIR
     turns = [{"role": "user", "content": prompt}]
     answers = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
@@ -207,7 +207,7 @@ def test_texts_messages_lists_and_rows_are_one_pair(weigher: Weigher, weighed: W
     assert all(isinstance(one, WeightedPair) for one in single)
     assert all(isinstance(one, WeightedPairs) and len(one) == 1 for one in several)
     for one in [*single, *(many[0] for many in several)]:
-        assert one.pair == weighed.pair and torch.equal(one.chosen.weights, weighed.chosen.weights)
+        assert one.pair == weighted_pair.pair and torch.equal(one.chosen.weights, weighted_pair.chosen.weights)
 
 
 def test_pairs_come_in_their_order_and_twice_if_given_twice(weigher: Weigher) -> None:
@@ -219,12 +219,12 @@ def test_pairs_come_in_their_order_and_twice_if_given_twice(weigher: Weigher) ->
     assert len(weigher([])) == 0
 
 
-def test_loaded_objects_whatever_their_kernel(world: World, weighed: WeightedPair) -> None:
+def test_loaded_objects_whatever_their_kernel(world: World, weighted_pair: WeightedPair) -> None:
     model = AutoModelForCausalLM.from_pretrained(world.model, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(world.model)
     for given in (tokenizer, str(world.model)):
         one = Weigher(model, given, template="judge/testbed.txt", max_length=512)(*PAIR)
-        assert torch.equal(one.chosen.weights, weighed.chosen.weights)
+        assert torch.equal(one.chosen.weights, weighted_pair.chosen.weights)
     assert model.training is False and model.config._attn_implementation == "eager"
 
 
@@ -248,20 +248,20 @@ def test_a_source_of_ones_own_settings(world: World) -> None:
 # ------------------------------------------------------------------------------------------------ what comes back
 
 
-def test_tokens_are_the_text_with_their_places(weighed: WeightedPair) -> None:
-    for side, one in weighed.sides:
-        assert "".join(one.tokens[:-1]) == one.text == weighed.pair.response(side)
+def test_tokens_are_the_text_with_their_places(weighted_pair: WeightedPair) -> None:
+    for side, one in weighted_pair.sides:
+        assert "".join(one.tokens[:-1]) == one.text == weighted_pair.pair.response(side)
         assert [one.text[start:end] for start, end in one.offsets] == [text.strip() for text in one.tokens[:-1]] + [""]
         assert float(one.weights[-1]) == 0 and not one.matched_flags[-1]
         assert 0 < float(one.weights.sum()) <= 1 + 1e-6
-    assert torch.equal(weighed.chosen.relative, weighed.chosen.weights * weighed.chosen.length)
+    assert torch.equal(weighted_pair.chosen.relative, weighted_pair.chosen.weights * weighted_pair.chosen.length)
 
 
-def test_dict_frame_and_tokens_agree(weigher: Weigher, weighed: WeightedPair) -> None:
-    plain = json.loads(json.dumps(weighed.to_dict()))
-    frame = weighed.to_frame()
-    assert list(frame.columns) == list(weighed.tokens[0]._fields) and len(frame) == len(weighed.tokens)
-    for side, one in weighed.sides:
+def test_dict_frame_and_tokens_agree(weigher: Weigher, weighted_pair: WeightedPair) -> None:
+    plain = json.loads(json.dumps(weighted_pair.to_dict()))
+    frame = weighted_pair.to_frame()
+    assert list(frame.columns) == list(weighted_pair.tokens[0]._fields) and len(frame) == len(weighted_pair.tokens)
+    for side, one in weighted_pair.sides:
         part = frame[frame["side"] == side]
         assert part["weight"].tolist() == plain[side]["weights"] == one.weights.tolist()
         assert part["token"].tolist() == plain[side]["tokens"] == list(one.tokens)
@@ -269,37 +269,37 @@ def test_dict_frame_and_tokens_agree(weigher: Weigher, weighed: WeightedPair) ->
     assert [one["chosen_is_a"] for one in plain["verdicts"]] == [True, False]
     many = weigher([PAIR[0]] * 2, [PAIR[1]] * 2, [PAIR[2]] * 2)
     assert isinstance(many.to_frame(), pd.DataFrame) and len(many.to_frame()) == 2 * len(frame)
-    assert [one["pair_id"] for one in many.to_dict()] == [weighed.pair.pair_id] * 2
+    assert [one["pair_id"] for one in many.to_dict()] == [weighted_pair.pair.pair_id] * 2
 
 
-def test_it_is_shown_in_terminal_notebook_page_and_picture(weighed: WeightedPair, tmp_path: Path) -> None:
+def test_it_is_shown_in_terminal_notebook_page_and_picture(weighted_pair: WeightedPair, tmp_path: Path) -> None:
     out = StringIO()
-    weighed.show(Console(file=out, width=80, color_system=None))
+    weighted_pair.show(Console(file=out, width=80, color_system=None))
     assert (
         "chosen" in out.getvalue() and "p(chosen)" in out.getvalue() and max(map(len, out.getvalue().split("\n"))) <= 80
     )
-    assert weighed._repr_html_() == heatmap_html([weighed], page=False)
-    page = weighed.html(tmp_path / "deep" / "pair.html")
+    assert weighted_pair._repr_html_() == heatmap_html([weighted_pair], page=False)
+    page = weighted_pair.html(tmp_path / "deep" / "pair.html")
     assert (
         page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>") and "attention, layer 2 of 2" in page.read_text()
     )
-    assert weighed.svg(tmp_path / "drawn" / "pair.svg").read_text(encoding="utf-8").startswith("<svg")
-    many = WeightedPairs([weighed, weighed])
+    assert weighted_pair.svg(tmp_path / "drawn" / "pair.svg").read_text(encoding="utf-8").startswith("<svg")
+    many = WeightedPairs([weighted_pair, weighted_pair])
     assert many._repr_html_().count('class="heat-side chosen"') == 2
-    assert repr(many) == "WeightedPairs(2 pairs)" and "layer 2" in repr(weighed)
+    assert repr(many) == "WeightedPairs(2 pairs)" and "layer 2" in repr(weighted_pair)
 
 
-def test_in_a_notebook_it_is_shown_as_html(weighed: WeightedPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_notebook_it_is_shown_as_html(weighted_pair: WeightedPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """As notebooks/01_judge_attention.ipynb shows one in a real kernel."""
     shown: list[str] = []
     monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=None))
     monkeypatch.setattr("IPython.display.display", lambda page: shown.append(page.data))
-    weighed.show()
-    WeightedPairs([weighed, weighed]).show()
-    weighed.show(Console(file=(out := StringIO()), width=80))
-    assert shown == [heatmap_html([weighed] * count, page=False) for count in (1, 2)]
+    weighted_pair.show()
+    WeightedPairs([weighted_pair, weighted_pair]).show()
+    weighted_pair.show(Console(file=(out := StringIO()), width=80))
+    assert shown == [heatmap_html([weighted_pair] * count, page=False) for count in (1, 2)]
     assert "p(chosen)" in out.getvalue(), "a console that is given is written to"
-    assert pickle.loads(pickle.dumps(weighed))._repr_html_() == weighed._repr_html_() == shown[0]
+    assert pickle.loads(pickle.dumps(weighted_pair))._repr_html_() == weighted_pair._repr_html_() == shown[0]
 
 
 # ------------------------------------------------------------------------------------------------ errors

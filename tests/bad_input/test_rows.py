@@ -47,7 +47,7 @@ def test_two_responses_that_show_no_preference(
 
 @pytest.mark.parametrize(("case", "text"), [("one empty response", ""), ("one response of blanks", " \n  ")])
 def test_a_response_without_a_token_for_the_judge(attempts: Attempts, record: Record, case: str, text: str) -> None:
-    """The testbed's tokenizer drops blanks, so nothing stands where the judge's attention would be read.
+    """Checks that a response without tokens is dropped: the testbed's tokenizer drops blanks.
 
     The judge's text is trimmed; the policy's own tokens (judge=testbed) still have the line break.
     """

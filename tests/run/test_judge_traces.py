@@ -103,7 +103,7 @@ def captured(world: World, ids: Sequence[str]) -> dict[str, PairWeights]:
     return load_captured(table, list(ids), (1, 2))
 
 
-def kept(world: World) -> dict[str, ReasoningTrace]:
+def load_traces(world: World) -> dict[str, ReasoningTrace]:
     (key,) = world.store.glob("traces/*/key.json")
     table = Store(world.store).table("traces", json.loads(key.read_text()))
     names = [name for entry in key.parent.glob("*.json") if entry != key
@@ -113,7 +113,7 @@ def kept(world: World) -> dict[str, ReasoningTrace]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of prompts of every call of the generator."""
+    """Returns the number of prompts of every call of the generator."""
     counts: list[int] = []
     original = TraceGenerator.generate
 
@@ -139,7 +139,7 @@ def test_rows_verdicts_and_label_mass_are_those_after_the_trace(
     (end,) = tokenizer.convert_tokens_to_ids([thinking.until])
     labels, prefill = tokenizer.convert_tokens_to_ids(["A", "B"]), tokenizer.convert_tokens_to_ids(PREFILL.split())
     _, prompts = prompts_of(world, thinking.words)
-    stored, traces = captured(world, list(prompts)), kept(world)
+    stored, traces = captured(world, list(prompts)), load_traces(world)
     masses, cut, lengths = [], 0, []
     for pair_id, both in prompts.items():
         for prompt, found in zip(both, stored[pair_id].rounds, strict=True):
@@ -209,7 +209,7 @@ def test_an_interrupted_pass_goes_on_and_other_weights_write_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(judge_traces.TraceCache, "add_traces", keep)
         assert weighs(world, *words) != 0
-    first = len(kept(world))
+    first = len(load_traces(world))
     assert 4 <= first < 32 and asked == [32]
     assert weighs(world, *words) == 0
     assert asked == [32, 32 - first, 2 * PAIRS - 32]
@@ -224,7 +224,7 @@ def test_the_account_of_a_run_and_show_has_them(
 ) -> None:
     world = thinking.with_store(tmp_path)
     account = example_statistics(make_inputs(world.config("weights=attention", *thinking.words)))["judge_traces"]
-    traces, calls = kept(world), len(asked)
+    traces, calls = load_traces(world), len(asked)
     assert account["traces"] == len(traces) == 2 * PAIRS
     assert account["cut"] == sum(not trace.closed for trace in traces.values())
     assert account["mean"] == pytest.approx(sum(len(trace.ids) for trace in traces.values()) / len(traces), abs=0.01)

@@ -32,7 +32,7 @@ def echo(body: Body) -> str:
     return f"{len(body['messages'])} turns of {said} with {body['seed']}"
 
 
-def served(server: Loopback, path: str = MODEL, **settings: Any) -> ServedChatModel:
+def connect_model(server: Loopback, path: str = MODEL, **settings: Any) -> ServedChatModel:
     chat_model = OpenAIAnswering(base_url=server.base_url, **settings).open(ModelSpec(path), CPU)
     assert isinstance(chat_model, ServedChatModel)
     return chat_model
@@ -52,7 +52,7 @@ def answers(chat_model: ServedChatModel, some: list[ChatRequest], sampling: Samp
 
 def test_every_setting_is_sent(world: World) -> None:
     with Loopback(echo) as server:
-        chat_model = served(server, str(world.model), model="mine")
+        chat_model = connect_model(server, str(world.model), model="mine")
         assert chat_model.chat is not None
         answers(chat_model, make_requests("hello"))
     (request,) = server.requests
@@ -107,7 +107,7 @@ def served_body(settings: OpenAIAnswering, sampling: Sampling, model: ModelSpec 
 
 def test_seeds_follow_from_seed_conversation_and_draw_alone() -> None:
     with Loopback(echo) as server:
-        chat_model = served(server)
+        chat_model = connect_model(server)
         conversations = [*make_requests("a", "b"), ChatRequest(make_requests("a")[0].messages, draw=1)]
         first = answers(chat_model, conversations)
         assert answers(chat_model, conversations[::-1]) == first[::-1]
@@ -119,7 +119,7 @@ def test_seeds_follow_from_seed_conversation_and_draw_alone() -> None:
 def test_requests_are_open_at_once_and_no_more_than_allowed() -> None:
     texts = [str(number) for number in range(12)]
     with Loopback(echo, faults=[Fault(seconds=0.08)] * 12) as server:
-        assert len(answers(served(server, concurrency=4), make_requests(*texts))) == 12
+        assert len(answers(connect_model(server, concurrency=4), make_requests(*texts))) == 12
     assert server.at_once == 4 and len(server.requests) == 12
 
 
@@ -127,7 +127,7 @@ def test_lengths_and_reasons_are_the_servers(tmp_path: Path) -> None:
     replies = {"cut": Reply("one two three four"), "odd": Reply("a b", "content_filter"), "none": Reply("")}
     with Loopback(lambda body: replies[body["messages"][-1]["content"]]) as server:
         questions = [Question(name, (name,)) for name in replies]
-        found = answer_questions(questions, Sampling(3, 0.0), served(server), tmp_path)
+        found = answer_questions(questions, Sampling(3, 0.0), connect_model(server), tmp_path)
     told = {name: (answer.turns, answer.tokens, answer.finish_reasons) for name, answer in found.answers.items()}
     assert told == {
         "cut": (("one two three",), (3,), ("length",)),
@@ -176,7 +176,7 @@ def test_answers_without_a_text_are_counted_by_their_reasons(
 
 def test_tokens_that_a_server_does_not_count_are_said(caplog: pytest.LogCaptureFixture) -> None:
     with Loopback(lambda _: Reply("fine", usage={"completion_tokens": "5"})) as server:
-        ((reply,),) = [found.values() for found in served(server).answer(make_requests("a"), SAMPLING)]
+        ((reply,),) = [found.values() for found in connect_model(server).answer(make_requests("a"), SAMPLING)]
     assert (reply.text, reply.tokens) == ("fine", 0) and "1 replies: no token count" in caplog.text
 
 
@@ -191,15 +191,17 @@ def test_what_stays_without_an_answer_is_asked_for_by_the_next_command(
     questions = [Question(f"q{number}", (text, "and then?")) for number, text in enumerate(TEXTS)]
     whole = tmp_path / "whole"
     with Loopback(echo) as server:
-        expected = answer_questions(questions, SAMPLING, served(server, str(world.model)), whole)
+        expected = answer_questions(questions, SAMPLING, connect_model(server, str(world.model)), whole)
     faults = [None, None, None, fault, None, fault]
     with Loopback(echo, faults=faults) as server:
         with pytest.raises(UserError, match=r"did not answer 2 of 8 conversations\. .*run the command again"):
-            answer_questions(questions, SAMPLING, served(server, str(world.model), retries=0, concurrency=3), tmp_path)
+            answer_questions(
+                questions, SAMPLING, connect_model(server, str(world.model), retries=0, concurrency=3), tmp_path
+            )
         assert len(server.requests) == 8
-        found = answer_questions(questions, SAMPLING, served(server, str(world.model)), tmp_path)
+        found = answer_questions(questions, SAMPLING, connect_model(server, str(world.model)), tmp_path)
         assert len(server.requests) == 8 + 2 + 8
-        assert answer_questions(questions, SAMPLING, served(server, str(world.model)), tmp_path) == found
+        assert answer_questions(questions, SAMPLING, connect_model(server, str(world.model)), tmp_path) == found
         assert len(server.requests) == 18
     assert found == expected
     assert set(server.answered.values()) == {1}, "no conversation was answered twice"
@@ -210,7 +212,7 @@ def test_what_stays_without_an_answer_is_asked_for_by_the_next_command(
 def test_a_server_that_is_gone_is_not_asked_for_everything() -> None:
     with Loopback(echo, faults=[Fault(500)] * 40) as server:
         with pytest.raises(UserError, match=r"did not answer \d+ of \d+ conversations; the other \d+ were not sent"):
-            answers(served(server, retries=0, concurrency=3), make_requests(*map(str, range(40))))
+            answers(connect_model(server, retries=0, concurrency=3), make_requests(*map(str, range(40))))
         assert len(server.requests) < 12
         url = server.base_url
     nobody = OpenAIAnswering(url, retries=0, concurrency=1).open(ModelSpec(MODEL), CPU)
@@ -230,10 +232,10 @@ def test_a_prompt_that_the_server_does_not_take_is_an_empty_answer(
 ) -> None:
     with Loopback(echo, faults=[Fault(400, message=message, code=code)]) as server:
         questions = [Question("a", ("first",)), Question("b", ("second",))]
-        found = answer_questions(questions, SAMPLING, served(server, concurrency=1), tmp_path)
+        found = answer_questions(questions, SAMPLING, connect_model(server, concurrency=1), tmp_path)
         assert found.answers["a"].turns == ("",) and found.answers["b"].turns[0]
         assert found.answers["a"].finish_reasons == (ended,) and found.statistics.refused == {reason: 1}
-        assert answer_questions(questions, SAMPLING, served(server), tmp_path) == found
+        assert answer_questions(questions, SAMPLING, connect_model(server), tmp_path) == found
         assert len(server.requests) == 2
 
 
@@ -248,13 +250,13 @@ def test_a_prompt_that_the_server_does_not_take_is_an_empty_answer(
 def test_a_refusal_ends_the_command_at_once(status: int, told: str) -> None:
     with Loopback(echo, faults=[Fault(status, message="not so")] * 30) as server:
         with pytest.raises(UserError, match=told):
-            answers(served(server, concurrency=2), make_requests(*map(str, range(30))))
+            answers(connect_model(server, concurrency=2), make_requests(*map(str, range(30))))
         assert len(server.requests) <= 6, "a refusal is not tried again"
 
 
 def test_an_interruption_does_not_wait_for_the_server() -> None:
     with Loopback(echo, faults=[None, *[Fault(seconds=0.3)] * 7]) as server:
-        replies = served(server, concurrency=2).answer(make_requests(*map(str, range(8))), SAMPLING)
+        replies = connect_model(server, concurrency=2).answer(make_requests(*map(str, range(8))), SAMPLING)
         next(replies)
         replies.close()
         assert len(server.requests) <= 4
@@ -269,17 +271,17 @@ def test_the_key_comes_from_the_variable_that_is_named(monkeypatch: pytest.Monke
     monkeypatch.setenv("OPENAI_API_KEY", "not for this server")
     monkeypatch.setenv("MY_KEY", "secret")
     with Loopback(echo, key="secret") as server:
-        chat_model = served(server, key_variable="MY_KEY")
+        chat_model = connect_model(server, key_variable="MY_KEY")
         assert answers(chat_model, make_requests("a")) and "secret" not in str(chat_model.key())
         with pytest.raises(UserError, match=r"without a key .*answering\.key_variable=NAME") as refused:
-            answers(served(server), make_requests("a"))
+            answers(connect_model(server), make_requests("a"))
         assert "not for this server" not in str(refused.value)
         monkeypatch.setenv("MY_KEY", "wrong")
         with pytest.raises(UserError, match=r"rejected the key in MY_KEY"):
-            answers(served(server, key_variable="MY_KEY"), make_requests("a"))
+            answers(connect_model(server, key_variable="MY_KEY"), make_requests("a"))
         monkeypatch.delenv("MY_KEY")
         with pytest.raises(UserError, match="the environment variable MY_KEY is not set"):
-            served(server, key_variable="MY_KEY")
+            connect_model(server, key_variable="MY_KEY")
 
 
 def test_settings_out_of_range() -> None:

@@ -30,12 +30,12 @@ TWO = [
 SAMPLING = Sampling(max_new_tokens=5, temperature=0.8, seed=10)
 
 
-def opened(world: World, **settings: Any) -> ChatModel:
+def open_model(world: World, **settings: Any) -> ChatModel:
     return HFAnswering(**settings).open(ModelSpec(str(world.model)), torch.device("cpu"))
 
 
 def answered(world: World, folder: Path, round_: int = 0, **settings: Any) -> RoundAnswers:
-    return answer_questions(TWO, SAMPLING, opened(world, **settings), folder, round_)
+    return answer_questions(TWO, SAMPLING, open_model(world, **settings), folder, round_)
 
 
 # ------------------------------------------------------------------------------------------------ what is asked
@@ -144,12 +144,12 @@ def test_an_answer_given_anew_takes_the_later_turns_with_it(world: World, tmp_pa
 def test_what_cannot_be_answered_is_an_empty_text_in_its_place(
     world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chat = opened(world).chat
+    chat = open_model(world).chat
     assert chat is not None
     room = len(chat.prompt_ids([Message(role="user", content=TEXTS[0])])) + 5
     long = " ".join([TEXTS[0]] * 9)
     questions = [Question("long", (long, TEXTS[1])), Question("fits", (TEXTS[0], TEXTS[0])), Question("x", (long,))]
-    found = answer_questions(questions, SAMPLING, opened(world, max_length=room), tmp_path)
+    found = answer_questions(questions, SAMPLING, open_model(world, max_length=room), tmp_path)
     assert [(name, answer.turns[0] == "") for name, answer in found.answers.items()] == [
         *(("long", True), ("fits", False), ("x", True))
     ]
@@ -163,7 +163,7 @@ def test_what_cannot_be_answered_is_an_empty_text_in_its_place(
     said = [record.message for record in caplog.records if reason in record.message]
     assert said == [f"4 empty answers: {reason} (long, fits, x)"]
     with pytest.raises(UserError, match=rf"max_length {room}, but this command has .*another output=FOLDER"):
-        answer_questions(questions, SAMPLING, opened(world), tmp_path)
+        answer_questions(questions, SAMPLING, open_model(world), tmp_path)
 
 
 def test_a_template_that_refuses_some_questions_leaves_them_empty(world: World, tmp_path: Path) -> None:
@@ -198,15 +198,15 @@ def test_a_question_cannot_change_under_its_id(world: World, tmp_path: Path) -> 
         (Question("q1", ()), "question 'q1' has no turns"),
     ):
         with pytest.raises(UserError, match=message):
-            answer_questions([question], SAMPLING, opened(world), tmp_path)
+            answer_questions([question], SAMPLING, open_model(world), tmp_path)
 
 
 def test_fewer_questions_keep_the_rest_and_ids_are_unique(world: World, tmp_path: Path) -> None:
     whole = answered(world, tmp_path)
-    some = answer_questions(TWO[1:3], SAMPLING, opened(world), tmp_path)
+    some = answer_questions(TWO[1:3], SAMPLING, open_model(world), tmp_path)
     assert list(some.answers) == ["q2", "q3"] and some.statistics.turns == 3
     assert answered(world, tmp_path) == whole
     with pytest.raises(UserError, match="two questions have the id 'q1'"):
-        answer_questions([TWO[0], TWO[0]], SAMPLING, opened(world), tmp_path)
-    empty = answer_questions([], SAMPLING, opened(world), tmp_path / "none")
+        answer_questions([TWO[0], TWO[0]], SAMPLING, open_model(world), tmp_path)
+    empty = answer_questions([], SAMPLING, open_model(world), tmp_path / "none")
     assert empty.answers == {} and empty.statistics.tokens == 0
