@@ -235,7 +235,7 @@ def _check_saved_split(folder: Path, path: str, split: str, option: str) -> None
     if split not in names:
         raise UserError(
             f"{option}={split}: the dataset saved in {folder} has the splits {', '.join(names) or 'none'}"
-            f"{_suggest_split(split, names, option)}. Choose one with {option}=NAME"
+            f"{_suggest_split(split, names, option) or '.'} Choose one with {option}=NAME"
         )
 
 
@@ -252,7 +252,7 @@ def _split_files(folder: Path, split: str, option: str) -> list[Path]:
         listed = ", ".join(sorted({str(file.relative_to(folder)) for file in stems})) or "none"
         raise UserError(
             f"{option}={split}: {folder} has no file {split}.jsonl, {split}.csv or {split}.parquet; its files: "
-            f"{listed}{_suggest_split(split, list(stems.values()), option)}. Choose one with {option}=NAME, "
+            f"{listed}{_suggest_split(split, list(stems.values()), option) or '.'} Choose one with {option}=NAME, "
             "without the file extension"
         )
     shards = [file for file in files if _SHARD.search(file.name[: -len(_readable_suffix(file) or "")])]

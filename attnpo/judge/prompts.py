@@ -516,7 +516,7 @@ class JudgePromptBuilder:
         if place is None:
             raise UserError(
                 "the chat template changes a user message beyond trimming whitespace at its ends, so the "
-                "responses cannot be located in it: set model.chat_template to another template"
+                "responses cannot be located in it: set model.chat_template to a different template"
             )
         return full + prefill, place[1] - place[0], place[1], place[2]
 

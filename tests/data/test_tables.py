@@ -59,7 +59,7 @@ def test_a_wrong_split_gives_near_names(saved: Path) -> None:
         PairSource(str(saved)).load("val")
     assert str(refused.value) == (
         f"data.val_split=test: the dataset saved in {saved} has the splits train_prefs, test_prefs; did you mean "
-        "data.val_split=test_prefs?. Choose one with data.val_split=NAME, or split the training data with "
+        "data.val_split=test_prefs? Choose one with data.val_split=NAME, or split the training data with "
         "data.val_share=0.1"
     )
     with pytest.raises(UserError, match=r"did you mean data\.train_split=train_prefs\?"):
