@@ -394,6 +394,8 @@ def _describe_load_error(what: str, path: str | Path, revision: str | None, erro
         )
     if local:
         return f"{start}: {words}; if a file in this folder is damaged or missing, copy or export the folder again"
+    if (Path("outputs") / path).is_dir():
+        return f"{start}: did you mean {Path('outputs') / path}?"
     if (reason := hub_unreachable_reason()) is not None:
         return (
             f"{start}: there is no such local folder, no complete copy in the hub's cache, and {reason}: give an "

@@ -45,6 +45,13 @@ def test_a_hub_name_without_network_is_a_user_error(load: Callable[[str], object
         load("attnpo-tests/not-there")
 
 
+def test_a_folder_below_outputs_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "lora" / "best").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"could not load the tokenizer 'lora/best': did you mean outputs/lora/best\?"):
+        load_tokenizer("lora/best")
+
+
 def test_fingerprint_follows_content_not_place(folder: Path, tmp_path: Path) -> None:
     before = weights_fingerprint(folder)
     copy = shutil.copytree(folder, tmp_path / "copy")
