@@ -98,5 +98,5 @@ def test_a_chat_template_that_writes_without_end_is_stopped(attempts: Attempts, 
 
     world = attempts.broken_model(damage)
     message = attempts.fit("weights=uniform", world=world).refused()
-    assert "ran out of memory on one conversation and was stopped; set model.chat_template to another" in message
+    assert "ran out of memory on one conversation and was stopped; set model.chat_template to a different" in message
     record(f"a chat template of {case}", message, NOT_STARTED)

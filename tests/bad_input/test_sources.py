@@ -163,7 +163,7 @@ class Native(TextSource):
         return torch.full((count,), float(self.value) if spoilt else 1 / count)
 
 
-NONE = {"nan": "got nan", "-0.5": "got a weight of -0.5", "0.0": "all"}
+NONE = {"nan": "got nan", "-0.5": "-0.5", "0.0": "all"}
 
 
 @pytest.mark.parametrize("value", NONE)

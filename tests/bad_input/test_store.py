@@ -117,7 +117,7 @@ def test_a_store_that_cannot_be_written(attempts: Attempts, record: Record) -> N
     (attempts.folder / "store").write_text("a file")
     message = attempts.weigh(world=attempts.on(store=attempts.folder / "store")).refused()
     assert message.startswith("store: ") and "cannot be written to" in message
-    assert message.endswith("or set store=FOLDER to another folder")
+    assert message.endswith("or choose a different folder with store=FOLDER")
     record("a store that cannot be written", message, "run not started")
 
 

@@ -176,7 +176,7 @@ def test_cut_pairs_are_counted(world: World, tmp_path: Path) -> None:
     other = world.model.parent / "other"
     measured = measure(world, tmp_path, other, lengths=LengthRules(24, 16))
     assert any(reason.startswith("cut: chosen response") for reason in measured.counts)
-    with pytest.raises(UserError, match=r"implicit reward: none of 12 pairs .* benchmark\.lengths\.max_length"):
+    with pytest.raises(UserError, match=r"implicit reward: none of the 12 pairs .* benchmark\.lengths\.max_length"):
         measure(world, tmp_path, other, lengths=LengthRules(2, 1, overlong=OverlongAction.DROP))
 
 

@@ -42,7 +42,7 @@ def test_a_judge_that_knows_nothing_is_a_warning_wherever_its_run_is_shown(
     judge = json.loads((folder / "result.json").read_text())["inputs"]["judge"]
     assert judge["pairs"] >= 20 and judge["other_tokens"] == 1.0 and judge["warning"] == text
     assert text.startswith(
-        f"the judge does not know which answer is better ({100 * judge['pair_accuracy']:.0f} % right"
+        f"the judge does not know which answer is better (right in {100 * judge['pair_accuracy']:.0f} % of "
     )
     assert "; 100 % of its verdicts name no label): its weights say nothing about preference" in text
     assert f'<p class="warning">WARNING: {text}</p>' in (folder / "report.html").read_text()

@@ -373,7 +373,7 @@ def test_memory_that_runs_out_in_the_first_step_halves_the_budget_and_moves_no_n
     words = (f"resume={tmp_path / 'half' / 'best'}", "model.gradient_checkpointing=true")
     run(world.config(*FILL, *words), tmp_path / "more")
     assert any("resuming after optimiser step 1" in line for line in caplog.messages)
-    assert any("batch.tokens=64; padded rows" in line for line in caplog.messages)
+    assert any("batch.tokens=64; each has padded rows" in line for line in caplog.messages)
     for key, value in final(tmp_path / "whole").items():
         torch.testing.assert_close(final(tmp_path / "more")[key], value, rtol=1e-9, atol=1e-12)
 

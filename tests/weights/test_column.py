@@ -92,7 +92,7 @@ def test_a_template_that_strips_the_response_cuts_nothing() -> None:
         (
             Column(kind=Kind.DISTRIBUTION),
             [0, 0, 0],
-            r"on at least one training token, but all 4 are 0",
+            r"on at least one training token, but all 4 weights are 0",
         ),
     ],
 )

@@ -162,7 +162,7 @@ def test_what_cannot_be_answered_is_an_empty_text_in_its_place(
     assert found.statistics.cut == (fits.finish_reasons[0] == "length") / 5
     said = [record.message for record in caplog.records if reason in record.message]
     assert said == [f"4 empty answers: {reason} (long, fits, x)"]
-    with pytest.raises(UserError, match=rf"max_length {room}, but this command has .*another output=FOLDER"):
+    with pytest.raises(UserError, match=rf"max_length {room}, but this command has .*a different output=FOLDER"):
         answer_questions(questions, SAMPLING, open_model(world), tmp_path)
 
 
