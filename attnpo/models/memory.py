@@ -156,18 +156,19 @@ class MemoryEstimate:
         return self.total <= capacity * (1 - FREE_SHARE)
 
     def lines(self, capacity: int | None = None, others: "Mapping[str, MemoryEstimate] | None" = None) -> list[str]:
-        """Formats the table for the log, in GiB (MiB for small models), and states whether the total fits ``capacity``.
+        """Formats the table for the log, in GiB, and states whether the total fits ``capacity``.
+
+        Less than 1 GiB that fits takes a single line, in MiB.
 
         ``others``: estimates for other options, which are suggested if they fit and this one does not.
         """
         where = "" if self.devices == 1 else f", each of {self.devices} devices"
         width = max(len(row.name) for row in (*self.rows, MemoryRow("total", 0, "")))
-        unit, name = (GIB, "GiB") if self.total >= GIB else (MIB, "MiB")
-        lines = [f"memory of {self.title} (estimate{where}, {name})"]
-        lines += [
-            f"  {row.name:{width}} {row.size / unit:8.2f}  {row.how} [{row.moments_summary}]" for row in self.rows
-        ]
-        lines.append(f"  {'total':{width}} {self.total / unit:8.2f}  at its peak: {self.peak}")
+        if self.total < GIB and (capacity is None or self.fits(capacity)):
+            return [f"memory of {self.title} (estimate{where}): {self.total / MIB:.1f} MiB at its peak, {self.peak}"]
+        lines = [f"memory of {self.title} (estimate{where}, GiB)"]
+        lines += [f"  {row.name:{width}} {row.size / GIB:8.2f}  {row.how} [{row.moments_summary}]" for row in self.rows]
+        lines.append(f"  {'total':{width}} {self.total / GIB:8.2f}  at its peak: {self.peak}")
         if capacity is None:
             return lines
         spare = capacity / GIB - self.total / GIB

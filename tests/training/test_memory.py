@@ -425,5 +425,7 @@ def test_other_families_are_laid_out_too() -> None:
     shape = ModelShape.from_model_config(config, LoraSpec(rank=2))
     assert (shape.layers, shape.hidden, shape.inner, shape.keys) == (2, 32, 128, 32)
     assert shape.adapters == 2 * 2 * ((32 + 96) + (32 + 32) + 2 * (32 + 128))
-    lines = estimate_pass(config, dtype="float32", tokens=64).lines()
-    assert lines[0] == "memory of the judge pass (estimate, MiB)"
+    estimate = estimate_pass(config, dtype="float32", tokens=64)
+    peak = f"{estimate.total / 2**20:.1f} MiB at its peak, {estimate.peak}"
+    assert estimate.lines() == [f"memory of the judge pass (estimate): {peak}"]
+    assert len(estimate.lines(estimate.total)) > 3, "too large for the device: by parts"

@@ -147,8 +147,8 @@ def finish_study(outcome: Outcome) -> None:
     result = [Paragraph(line) for line in result_lines(outcome)]
     blocks = [block for section in sections for block in section.blocks]
     warned = [block for block in blocks if isinstance(block, Paragraph) and block.warning]
-    aid = Paragraph(selection_note(outcome))
-    print_sections(console, [Section(title, [*result, *warned, short_table(outcome), aid])])
+    shown = [*result, *warned, short_table(outcome), Paragraph(selection_note(outcome))]
+    print_sections(console, [Section(title, shown)])
     write_atomically(folder / "table.md", to_markdown(sections))
     write_atomically(folder / TABLES, tables_to_json(sections))
     write_atomically(folder / "results.csv", points_csv(outcome.results))
