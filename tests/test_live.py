@@ -44,6 +44,15 @@ def test_a_long_phase_says_that_it_is_at_work(
     assert caplog.messages[0] == "judging: running for 0 s"
 
 
+def test_a_phase_that_goes_on_says_so_less_and_less_often(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "QUIET_FOR", 0.01)
+    with caplog.at_level(logging.INFO, logger="attnpo"), heartbeat("judging"):
+        live.threading.Event().wait(1.0)
+    assert 3 <= len(caplog.messages) <= 20  # a hundred if each pause were as short as the first
+
+
 def test_a_point_leaves_a_note_while_it_trains(tmp_path: Path) -> None:
     row = ProgressRow("training", 3, 6, 0.5, 2.0)
     assert read_progress(tmp_path) is None and not is_progress_published()

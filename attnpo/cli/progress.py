@@ -25,7 +25,8 @@ from attnpo.cli.terminal import make_printable
 from attnpo.system.processes import is_main_process
 
 log = logging.getLogger(__name__)
-QUIET_FOR = 9.0  # seconds without a log line after which a command reports its current phase
+QUIET_FOR = 9.0  # seconds without a log line after which a command reports its phase; longer as the phase goes on
+AT_MOST = 60.0  # seconds between two such reports
 WRITTEN_EVERY = 0.5  # seconds between two progress updates of a sweep point
 RARELY = 20_000  # new objects between two garbage collections; Python's default is 700
 NOTE = ".progress.json"  # in the folder of a sweep point while it trains
@@ -165,7 +166,7 @@ def import_phase(what: str) -> Iterator[None]:
 
 @contextmanager
 def heartbeat(what: str) -> Iterator[None]:
-    """Logs the current ``phase`` (``what`` if there is none) whenever ``QUIET_FOR`` seconds pass without a log line.
+    """Logs the current ``phase`` (``what`` if there is none) if no line was logged for a while.
 
     Stays silent while progress is shown on the terminal, and in all processes but the main one.
     """
@@ -176,9 +177,9 @@ def heartbeat(what: str) -> Iterator[None]:
 
     def beat() -> None:
         while not over.wait(min(1.0, QUIET_FOR)):
-            if time.monotonic() - last.at >= QUIET_FOR and not _drawing:
-                now, began = _phases[-1]
-                log.info("%s: running for %s", now, format_duration(time.monotonic() - began))
+            (now, began), time_now = _phases[-1], time.monotonic()
+            if time_now - last.at >= max(QUIET_FOR, min((time_now - began) / 2, AT_MOST)) and not _drawing:
+                log.info("%s: running for %s", now, format_duration(time_now - began))
 
     root = logging.getLogger("attnpo")
     root.addHandler(last)
