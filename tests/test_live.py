@@ -63,8 +63,9 @@ def test_a_point_leaves_a_note_while_it_trains(tmp_path: Path) -> None:
 
 
 def test_times_are_for_readers() -> None:
-    assert [format_duration(seconds) for seconds in (4.2, 150.0, 720.0, 9000.0)] == [
+    assert [format_duration(seconds) for seconds in (4.2, 119.7, 150.0, 720.0, 9000.0)] == [
         "4 s",
+        "2 min 0 s",
         "2 min 30 s",
         "12 min",
         "2.5 h",

@@ -51,7 +51,7 @@ def is_interactive_terminal() -> bool:
 def format_duration(seconds: float) -> str:
     """Formats seconds for display: 45 s, 2 min 30 s, 12 min, 3.5 h."""
     if seconds < 600:
-        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s" if seconds >= 90 else f"{seconds:.0f} s"
+        return f"{round(seconds) // 60} min {round(seconds) % 60} s" if seconds >= 90 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
