@@ -218,7 +218,7 @@ def test_the_estimate_of_the_log_is_that_of_the_choice(
     monkeypatch.setattr(memory, "device_memory", lambda device: 1 << 40)
     caplog.set_level(logging.INFO)
     log_training_memory(plan, *fit_memory(plan), cfg.composed.overrides, cfg.composed.config_dir)
-    total = f"{estimates(cfg)[0].total / (1 << 20):8.2f}  at its peak"
+    total = f": {estimates(cfg)[0].total / (1 << 20):.1f} MiB at its peak"
     assert any(total in line for line in caplog.messages)
 
 
