@@ -147,7 +147,7 @@ def finish_study(outcome: Outcome) -> None:
     result = [Paragraph(line) for line in result_lines(outcome)]
     blocks = [block for section in sections for block in section.blocks]
     warned = [block for block in blocks if isinstance(block, Paragraph) and block.warning]
-    shown = [*result, *warned, short_table(outcome), Paragraph(selection_note(outcome))]
+    shown: list[Block] = [*result, *warned, short_table(outcome), Paragraph(selection_note(outcome))]
     print_sections(console, [Section(title, shown)])
     write_atomically(folder / "table.md", to_markdown(sections))
     write_atomically(folder / TABLES, tables_to_json(sections))
