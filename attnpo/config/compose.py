@@ -351,7 +351,7 @@ def describe_unknown_key(
         return f"{said}; `{path}` is a value and has no keys"
     names = [str(key) for key in node if key != "_target_"] + ([] if path else [*groups])
     wrong = key[len(path) :].lstrip(".").partition(".")[0]
-    if key in FAMILIAR:
+    if re.split("[.= ]", FAMILIAR.get(key, ""))[0] in names:
         return f"{said}; did you mean {FAMILIAR[key]}?"
     elsewhere = sorted(
         (found for found in _leaf_keys(root) if found.endswith(f".{key}") and not found.startswith("composed.")),

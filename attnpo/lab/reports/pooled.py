@@ -25,6 +25,9 @@ def write_pooled_report(paths: Sequence[Path], output: Path, mark: str) -> None:
         "after their runs, so this is not a registered test"
     ]
     table = KeyedTable("pooled", title, columns, tuple(rows), keys, None, {"KL": 1})
+    every = [row for record in records for row in record["rows"] if "differences" in row]
+    few = sum(1 for row in every if row["mark"] or not row["squares"])
+    notes += [f"{few} of {len(every)} differences are left out: not at equal KL, or from a single seed"] * bool(few)
     scores, incomplete = rliable_scores(records)
     if incomplete:
         notes.append(f"not in rliable.json, because some rewards are missing: {', '.join(incomplete)}")

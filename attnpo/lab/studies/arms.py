@@ -104,7 +104,7 @@ class Composer:
         return self.study.all_arms(self.truth)
 
     @property
-    def _overrides_of_all(self) -> list[str]:
+    def _shared_overrides(self) -> list[str]:
         """Returns the study's shared overrides; those of ``truth`` are dropped if the setting has no true reward."""
         return [item for item in self.study.shared if self.truth or not override_key(item).startswith("truth.")]
 
@@ -124,7 +124,7 @@ class Composer:
         groups = {override_key(override) for override in chosen if "." not in override_key(override)}
         parts = [(override, override_key(override).partition(".")) for override in user]
         foreign = [override for override, (group, dot, _) in parts if dot and group in groups]
-        merged = merge_overrides(self._overrides_of_all, user, chosen, single)
+        merged = merge_overrides(self._shared_overrides, user, chosen, single)
         try:
             return ComposedConfig(compose("fit", merged, self.config_dir), merged)
         except UserError:
@@ -133,7 +133,7 @@ class Composer:
         log.info(
             "arm %s: ignoring override %s, which does not apply to this arm", " ".join(overrides), " ".join(foreign)
         )
-        merged = merge_overrides(self._overrides_of_all, [item for item in user if item not in foreign], chosen, single)
+        merged = merge_overrides(self._shared_overrides, [item for item in user if item not in foreign], chosen, single)
         return ComposedConfig(compose("fit", merged, self.config_dir), merged)
 
     def compose_all_arms(self) -> dict[tuple[str, str], ComposedConfig]:

@@ -7,6 +7,7 @@ from statistics import fmean
 
 from attnpo.cli.terminal import command_text
 from attnpo.config.compose import Composition, load
+from attnpo.evaluation.intervals import Interval
 from attnpo.lab.studies.arms import override_key
 from attnpo.lab.studies.config import FitConfig
 from attnpo.lab.studies.outcome import Outcome, PointResults, difference_text, reward_difference, values_label, verdict
@@ -247,13 +248,10 @@ def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
     if not best:
         yield "no arm has results"
         return
-    yield from training_warnings(best)
     if not outcome.has_truth:
         shares = {name: point.mean_metric("val/rewards/accuracies") for name, point in best.items()}
         said = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if not math.isnan(share))
         yield f"validation pairs ranked as labelled: {said or 'not measured'}; no claim is made without an interval"
-        results = (result for point in best.values() for result in point.results)
-        yield from dict.fromkeys(result.overlap_warning for result in results if result.overlap_warning)
         return
     if control not in best:
         top = max(best.values(), key=lambda point: point.reward_interval.mean)
@@ -262,14 +260,18 @@ def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
     tuned = any(len(points) > 1 for points in outcome.points_by_arm(world).values())
     level = outcome.study.kl_levels[0] if tuned and outcome.study.kl_levels else None
     equal = {name: at for (name, of), at in arms_at_levels(outcome, world).items() if of == level}
-    compared = {name: at.versus for name, at in equal.items() if at.is_at_equal_kl}
+    compared: dict[str, Interval | None] = {  # no verdict on fewer seeds, as in the tables
+        name: at.versus
+        for name, at in equal.items()
+        if at.is_at_equal_kl and at.versus is not None and at.versus.seeds == len(outcome.seeds)
+    }
+    where = f" at KL {level:g}" if compared else ""
     if not compared:
         compared = {name: reward_difference(point, best[control]) for name, point in best.items() if name != control}
     found: dict[str, list[str]] = {name: [] for name in GROUPS}
     for name, versus in compared.items():
         if versus is not None:
             found[verdict(versus)].append(f"{name} {difference_text(versus)}")
-    where = f" at KL {level:g}" if any(at.is_at_equal_kl for at in equal.values()) else ""
     for name, words in GROUPS.items():
         if found[name]:
             yield f"{words} {control}{where} (reward difference, 95 % interval): {'; '.join(found[name])}"
@@ -280,7 +282,8 @@ def describe_result(outcome: Outcome, world: str) -> Iterator[str]:
         yield f"each arm has one point and nothing is tuned; arms are not at equal KL, because KL differs ({apart})"
     elif where:
         away = ", ".join(name for name in best if name not in (*compared, control))
-        yield f"the intervals are not corrected for the number of arms{f'; not at this KL: {away}' if away else ''}"
+        apart = f"; not at this KL with all seeds: {away}" if away else ""
+        yield f"the intervals are not corrected for the number of arms{apart}"
     elif sum(map(len, found.values())) > 1:
         moved = [point.mean_truth_score("test", "kl") for point in best.values()]
         yield (

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from attnpo.display.tables import Cell
 from attnpo.evaluation.intervals import Interval, MeanSquares, correct_by_holm
 from attnpo.lab.studies.outcome import Outcome, difference_text, paired_rewards
+from attnpo.lab.studies.study import name_in_world
 from attnpo.lab.studies.tables import arms_at_levels
 from attnpo.schema import UserError, digest
 from attnpo.system.files import parse_json
@@ -59,9 +60,10 @@ def study_record(outcome: Outcome) -> StudyRecord:
             if at.place is None:
                 continue
             row: RecordRow = {"world": world, "arm": name, "kl": level, "mark": at.mark or at.place.mark}
-            row["settings"] = digest(settings.get(f"{world}/{name}" if world else name))[:16]
+            control = outcome.study.control or name
+            row["settings"] = digest([settings[name_in_world(world, one)] for one in (name, control)])[:16]
             row["rewards"] = _means_by_seed(at.place.seeds, at.place.rewards)
-            other = found.get((outcome.study.control or "", level))
+            other = found.get((control, level))
             if at.versus is not None and other is not None and other.place is not None:
                 seeds, differences = paired_rewards(at.place, other.place)
                 row["differences"] = _means_by_seed(seeds, differences)
@@ -70,8 +72,8 @@ def study_record(outcome: Outcome) -> StudyRecord:
                 row["prompts"] = differences.shape[1]
             rows.append(row)
     world_digest = digest(outcome.record["world"])[:16]
-    name, control = outcome.study.name, outcome.study.control
-    return StudyRecord(study=name, digest=outcome.digest, world=world_digest, control=control, rows=rows)
+    study = outcome.study
+    return StudyRecord(study=study.name, digest=outcome.digest, world=world_digest, control=study.control, rows=rows)
 
 
 def _means_by_seed(seeds: Sequence[int], rewards: Float[np.ndarray, "seeds prompts"]) -> dict[str, float]:

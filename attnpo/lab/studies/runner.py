@@ -258,7 +258,7 @@ def run_study(
                     digest(so_far.study_record(own))[:16],
                 )
                 truth = next(iter(plan.composed.values())).config.truth
-                if isinstance(truth, TruthScorer) and len(seeds) > 1:
+                if isinstance(truth, TruthScorer) and len(seeds) > 1 and truth.prompts > 1:
                     log.info(
                         "%d seeds, %d prompts, responses per prompt: %d; at equal KL, 80 %% of such studies detect a "
                         "true difference of %.3f; smaller differences look like ties",

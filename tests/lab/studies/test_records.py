@@ -94,6 +94,21 @@ def test_the_command_pools_studies(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run_entry(report.main, "report", ["pool", str(tmp_path)], "", "", positional="what") == 2
 
 
+def test_settings_tell_arms_and_controls_apart_in_every_world(tmp_path: Path) -> None:
+    plain = make_outcome([0, 1], tmp_path)
+
+    def settings(world: str, changed: str = "") -> list[str]:
+        arms = {name: {"weights": name + "x" * (name == changed)} for name in ("uniform", "plain")}
+        named = {f"{world}: {name}" if world else name: value for name, value in arms.items()}
+        moved = [(replace(point, arm=replace(point.arm, world=world)), result) for point, result in plain.points]
+        there = replace(plain, arms=[replace(arm, world=world) for arm in plain.arms], points=moved)
+        return [row["settings"] for row in study_record(replace(there, record={"world": "w", "arms": named}))["rows"]]
+
+    for world in ("", "noisy"):
+        assert len(set(settings(world))) == 2
+        assert settings(world, "uniform")[1] != settings(world)[1], "another control is another difference"
+
+
 def test_studies_that_are_not_alike_are_refused(tmp_path: Path) -> None:
     first = write_record([0, 1], tmp_path / "a")
     with pytest.raises(UserError, match="several studies have seed 1"):
