@@ -10,7 +10,7 @@ BESIDE = ("evaluation", "lab", "theory.py", "verify.py")
 """Rooms and redirects that a run on pairs and a model of one's own does not need."""
 
 # Less is better: write lower numbers down when there are. A commit that raises one says why nothing else could go.
-ALL, RUN = 29_507, 19_356
+ALL, RUN = 29_508, 19_356
 
 
 def count(file: Path) -> int:

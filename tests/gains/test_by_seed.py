@@ -37,6 +37,7 @@ def test_pooled_gains_by_hand() -> None:
     changes = [gains["regimes", "plain", "1"][seed] - gains["regimes", "clean", "1"][seed] for seed in range(25, 30)]
     error = math.sqrt(sum((change - here.mean) ** 2 for change in changes) / 4 / 5)
     of_why = (0.226 + 0.007) / 2 / 2.776445  # t with 4 degrees of freedom
+    assert "+0.110 [-0.007, 0.226]" in (RESULTS / "why.md").read_text(encoding="utf-8")
     assert here.mean == pytest.approx(sum(changes) / 5)
     assert pooled.mean == pytest.approx((here.mean / error**2 + 0.110 / of_why**2) / (1 / error**2 + 1 / of_why**2))
     assert (pooled.high - pooled.mean) * math.sqrt(1 / error**2 + 1 / of_why**2) == pytest.approx(2.306004, abs=1e-5)

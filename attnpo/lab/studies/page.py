@@ -120,10 +120,11 @@ def analysis_sections(outcome: Outcome) -> list[Section]:
 def print_interim_table(outcome: Outcome) -> None:
     """Prints the main table for the points finished so far."""
     seeds = sorted({point.seed for point, _ in outcome.points})
-    ran, planned = len(outcome.points) + len(outcome.failed), len(make_points(outcome.study, outcome.arms, seeds))
+    over = {point for point, _ in [*outcome.points, *outcome.failed]}
+    planned = make_points(outcome.study, outcome.arms, seeds)
     title = f"{outcome.study.name} so far: {len(outcome.points)} points, seeds {', '.join(map(str, seeds))}"
-    if ran < planned:
-        early = f"{ran} of {planned} points: the arms cannot be compared yet"
+    if not over.issuperset(planned):
+        early = f"{len(over.intersection(planned))} of {len(planned)} points: the arms cannot be compared yet"
         print_sections(make_console(), [Section(title, [Paragraph(early)])])
     else:
         print_sections(make_console(), [Section(title, [short_table(outcome)])])
